@@ -1,0 +1,1 @@
+"""Benchmarks. Each ends with one JSON line on standard output."""

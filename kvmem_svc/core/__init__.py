@@ -1,0 +1,1 @@
+"""The pure core: the block pool, the block manager and sessions. No I/O, no clock, no gRPC."""

@@ -1,0 +1,1 @@
+"""The model worker: weights, KV bytes and paged attention."""

@@ -1,0 +1,1 @@
+"""Generated from `proto/octavo/v1` by `tools/gen_protos.py`. Do not edit."""

@@ -1,0 +1,427 @@
+from octavo.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OpStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OP_STATUS_UNSPECIFIED: _ClassVar[OpStatus]
+    OP_STATUS_OK: _ClassVar[OpStatus]
+    OP_STATUS_NO_FREE_BLOCKS: _ClassVar[OpStatus]
+    OP_STATUS_NO_FREE_SEQUENCES: _ClassVar[OpStatus]
+    OP_STATUS_ALREADY_EXISTS: _ClassVar[OpStatus]
+    OP_STATUS_UNKNOWN_SEQUENCE: _ClassVar[OpStatus]
+    OP_STATUS_UNKNOWN_REQUEST: _ClassVar[OpStatus]
+    OP_STATUS_INVALID_STATE: _ClassVar[OpStatus]
+    OP_STATUS_INVALID_ARGUMENT: _ClassVar[OpStatus]
+
+class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_STATUS_UNSPECIFIED: _ClassVar[SequenceStatus]
+    SEQUENCE_STATUS_WAITING: _ClassVar[SequenceStatus]
+    SEQUENCE_STATUS_RUNNING: _ClassVar[SequenceStatus]
+    SEQUENCE_STATUS_FINISHED: _ClassVar[SequenceStatus]
+OP_STATUS_UNSPECIFIED: OpStatus
+OP_STATUS_OK: OpStatus
+OP_STATUS_NO_FREE_BLOCKS: OpStatus
+OP_STATUS_NO_FREE_SEQUENCES: OpStatus
+OP_STATUS_ALREADY_EXISTS: OpStatus
+OP_STATUS_UNKNOWN_SEQUENCE: OpStatus
+OP_STATUS_UNKNOWN_REQUEST: OpStatus
+OP_STATUS_INVALID_STATE: OpStatus
+OP_STATUS_INVALID_ARGUMENT: OpStatus
+SEQUENCE_STATUS_UNSPECIFIED: SequenceStatus
+SEQUENCE_STATUS_WAITING: SequenceStatus
+SEQUENCE_STATUS_RUNNING: SequenceStatus
+SEQUENCE_STATUS_FINISHED: SequenceStatus
+
+class SessionRequest(_message.Message):
+    __slots__ = ("open", "batch")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    open: OpenSessionRequest
+    batch: Batch
+    def __init__(self, open: _Optional[_Union[OpenSessionRequest, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ...) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("opened", "result")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    opened: SessionOpened
+    result: BatchResult
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[BatchResult, _Mapping]] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("holder", "resume", "last_result_batch_seq")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESULT_BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    resume: _types_pb2.Fence
+    last_result_batch_seq: int
+    def __init__(self, holder: _Optional[str] = ..., resume: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., last_result_batch_seq: _Optional[int] = ...) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("fence", "next_batch_seq", "lease_ttl_ms", "geometry", "max_ops_per_batch", "last_step_id")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    next_batch_seq: int
+    lease_ttl_ms: int
+    geometry: _types_pb2.PoolGeometry
+    max_ops_per_batch: int
+    last_step_id: int
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., next_batch_seq: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., max_ops_per_batch: _Optional[int] = ..., last_step_id: _Optional[int] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class CloseSessionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachPoolRequest(_message.Message):
+    __slots__ = ("fence", "worker_boot_id", "geometry")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    worker_boot_id: str
+    geometry: _types_pb2.PoolGeometry
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., worker_boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ...) -> None: ...
+
+class AttachPoolReply(_message.Message):
+    __slots__ = ("fence", "levels")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    levels: _types_pb2.PoolLevels
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ...) -> None: ...
+
+class Batch(_message.Message):
+    __slots__ = ("fence", "batch_seq", "step", "traceparent")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    batch_seq: int
+    step: StepOps
+    traceparent: str
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., batch_seq: _Optional[int] = ..., step: _Optional[_Union[StepOps, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class StepOps(_message.Message):
+    __slots__ = ("step_id", "acknowledged_step", "ops")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_STEP_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    acknowledged_step: int
+    ops: _containers.RepeatedCompositeFieldContainer[Op]
+    def __init__(self, step_id: _Optional[int] = ..., acknowledged_step: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ...) -> None: ...
+
+class Op(_message.Message):
+    __slots__ = ("arrive", "admit", "commit", "reserve", "append", "fork", "preempt", "free", "confirm")
+    ARRIVE_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    PREEMPT_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    arrive: Arrive
+    admit: Admit
+    commit: Commit
+    reserve: Reserve
+    append: Append
+    fork: Fork
+    preempt: Preempt
+    free: Free
+    confirm: Confirm
+    def __init__(self, arrive: _Optional[_Union[Arrive, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ...) -> None: ...
+
+class Arrive(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_SPEC_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_candidates: int
+    tenant: str
+    request_spec: bytes
+    request_digest: bytes
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_candidates: _Optional[int] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[AdmitMember]
+    def __init__(self, members: _Optional[_Iterable[_Union[AdmitMember, _Mapping]]] = ...) -> None: ...
+
+class AdmitMember(_message.Message):
+    __slots__ = ("sequence_id", "num_slots", "share_from", "num_shared_blocks")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FROM_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    num_slots: int
+    share_from: int
+    num_shared_blocks: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., share_from: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("sequence_ids", "num_tokens", "token_ids", "num_computed_tokens", "states")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    num_tokens: bytes
+    token_ids: bytes
+    num_computed_tokens: bytes
+    states: _containers.RepeatedCompositeFieldContainer[SequenceState]
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., states: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ...) -> None: ...
+
+class SequenceState(_message.Message):
+    __slots__ = ("sequence_id", "scheduler_state")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    scheduler_state: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., scheduler_state: _Optional[bytes] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("sequence_ids", "num_slots", "group_sizes")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZES_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    num_slots: bytes
+    group_sizes: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_slots: _Optional[bytes] = ..., group_sizes: _Optional[bytes] = ...) -> None: ...
+
+class Append(_message.Message):
+    __slots__ = ("sequence_id", "token_ids")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Fork(_message.Message):
+    __slots__ = ("sequence_id", "num_children", "token_ids")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    num_children: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., num_children: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Preempt(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Free(_message.Message):
+    __slots__ = ("sequence_ids", "finish_reason")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _types_pb2.FinishReason
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+
+class Confirm(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class OpResult(_message.Message):
+    __slots__ = ("status", "message", "arrived", "admitted", "forked", "reserved")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    FORKED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    status: OpStatus
+    message: str
+    arrived: Arrived
+    admitted: Admitted
+    forked: Forked
+    reserved: Reserved
+    def __init__(self, status: _Optional[_Union[OpStatus, str]] = ..., message: _Optional[str] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., forked: _Optional[_Union[Forked, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ...) -> None: ...
+
+class Arrived(_message.Message):
+    __slots__ = ("sequence_id", "arrival_number")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    arrival_number: int
+    def __init__(self, sequence_id: _Optional[int] = ..., arrival_number: _Optional[int] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[SequenceTable]
+    def __init__(self, tables: _Optional[_Iterable[_Union[SequenceTable, _Mapping]]] = ...) -> None: ...
+
+class SequenceTable(_message.Message):
+    __slots__ = ("sequence_id", "block_ids", "table_version")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    block_ids: bytes
+    table_version: int
+    def __init__(self, sequence_id: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ...) -> None: ...
+
+class Forked(_message.Message):
+    __slots__ = ("child_sequence_ids", "block_ids")
+    CHILD_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    child_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_ids: bytes
+    def __init__(self, child_sequence_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("failed_groups",)
+    FAILED_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    failed_groups: bytes
+    def __init__(self, failed_groups: _Optional[bytes] = ...) -> None: ...
+
+class BatchResult(_message.Message):
+    __slots__ = ("batch_seq", "results", "deltas", "copies", "levels")
+    BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    batch_seq: int
+    results: _containers.RepeatedCompositeFieldContainer[OpResult]
+    deltas: _types_pb2.TableDeltas
+    copies: _types_pb2.BlockCopies
+    levels: _types_pb2.PoolLevels
+    def __init__(self, batch_seq: _Optional[int] = ..., results: _Optional[_Iterable[_Union[OpResult, _Mapping]]] = ..., deltas: _Optional[_Union[_types_pb2.TableDeltas, _Mapping]] = ..., copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ...) -> None: ...
+
+class GetBlockTablesRequest(_message.Message):
+    __slots__ = ("sequence_ids", "request_id", "max_sequences")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_id: str
+    max_sequences: int
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+
+class GetBlockTablesReply(_message.Message):
+    __slots__ = ("sequences", "truncated")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceView]
+    truncated: bool
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., truncated: _Optional[bool] = ...) -> None: ...
+
+class SequenceView(_message.Message):
+    __slots__ = ("sequence_id", "request_id", "candidate", "status", "num_tokens", "num_computed_tokens", "num_prompt_tokens", "table_version", "block_ids", "ref_counts", "finish_reason")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    request_id: str
+    candidate: int
+    status: SequenceStatus
+    num_tokens: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    table_version: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    ref_counts: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _types_pb2.FinishReason
+    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., candidate: _Optional[int] = ..., status: _Optional[_Union[SequenceStatus, str]] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., table_version: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., ref_counts: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+
+class GetPoolStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PoolStats(_message.Message):
+    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id")
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_IN_USE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIES_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    KVMEM_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    geometry: _types_pb2.PoolGeometry
+    levels: _types_pb2.PoolLevels
+    num_requests: int
+    num_sequences: int
+    num_shared_blocks: int
+    peak_in_use_blocks: int
+    num_allocations: int
+    num_copies_on_write: int
+    num_preemptions: int
+    num_batches: int
+    kvmem_boot_id: str
+    worker_boot_id: str
+    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchEvent(_message.Message):
+    __slots__ = ("snapshot", "applied")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    snapshot: GetBlockTablesReply
+    applied: AppliedBatch
+    def __init__(self, snapshot: _Optional[_Union[GetBlockTablesReply, _Mapping]] = ..., applied: _Optional[_Union[AppliedBatch, _Mapping]] = ...) -> None: ...
+
+class AppliedBatch(_message.Message):
+    __slots__ = ("batch_seq", "step", "result")
+    BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    batch_seq: int
+    step: StepOps
+    result: BatchResult
+    def __init__(self, batch_seq: _Optional[int] = ..., step: _Optional[_Union[StepOps, _Mapping]] = ..., result: _Optional[_Union[BatchResult, _Mapping]] = ...) -> None: ...

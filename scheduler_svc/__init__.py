@@ -1,0 +1,1 @@
+"""The scheduler: decides what runs next, and owns nothing."""

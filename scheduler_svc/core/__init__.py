@@ -1,0 +1,1 @@
+"""The pure core: sequences, policy, planner, decoding, stopping, and the machine that ties them."""
