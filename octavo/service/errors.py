@@ -104,15 +104,12 @@ class ServiceError(Exception):
     def from_status_bytes(cls, raw: bytes) -> ServiceError | None:
         """Read what `to_status` wrote; None when there is no ErrorInfo of ours in it."""
         status = status_pb2.Status.FromString(raw)
-        info, retry_ms = error_details_pb2.ErrorInfo(), None
-        found = False
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        found, retry_ms = False, None
         for detail in status.details:
-            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                detail.Unpack(info)
+            if detail.Unpack(info):
                 found = info.domain == DOMAIN and info.reason in REASONS
-            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                retry = error_details_pb2.RetryInfo()
-                detail.Unpack(retry)
+            elif detail.Unpack(retry):
                 retry_ms = retry.retry_delay.ToMilliseconds()
         if not found:
             return None

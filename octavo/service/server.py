@@ -65,13 +65,19 @@ def check_address(address: str) -> str:
 class ServiceHost:
     """One gRPC server. Register servicers on `server`, then `await run()`."""
 
-    def __init__(self, name: str, address: str, service_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        service_names: Sequence[str],
+        more_addresses: Sequence[str] = (),
+    ) -> None:
         self.name = name
-        self.address = check_address(address)
+        self.addresses = [check_address(each) for each in (address, *more_addresses)]
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         self.stopping = asyncio.Event()
         self._service_names = ("", *service_names)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection(
             (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
@@ -86,12 +92,13 @@ class ServiceHost:
     async def start(self) -> None:
         """Listen, NOT_SERVING until `set_serving(True)`. Raises AddressError when it cannot."""
         await self.set_serving(False)
-        try:
-            self.server.add_insecure_port(self.address)
-        except RuntimeError as error:
-            raise AddressError(f"cannot listen on {self.address}: {error}") from error
+        for address in self.addresses:
+            try:
+                self.server.add_insecure_port(address)
+            except RuntimeError as error:
+                raise AddressError(f"cannot listen on {address}: {error}") from error
         await self.server.start()
-        log.info("listening", address=self.address)
+        log.info("listening", addresses=self.addresses)
 
     async def run_until_stopped(
         self, drain: Callable[[], Coroutine[Any, Any, None]] | None = None, grace_s: float = 2.0

@@ -301,12 +301,14 @@ class SequenceTable(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ...) -> None: ...
 
 class Forked(_message.Message):
-    __slots__ = ("child_sequence_ids", "block_ids")
+    __slots__ = ("child_sequence_ids", "block_ids", "table_version")
     CHILD_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     child_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     block_ids: bytes
-    def __init__(self, child_sequence_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
+    table_version: int
+    def __init__(self, child_sequence_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("failed_groups",)

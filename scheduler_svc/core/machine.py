@@ -1,0 +1,451 @@
+"""The scheduler as a state machine: `handle(event, now_s) -> commands`. No I/O, no clock.
+
+The life of a step, with one batch and one step in flight at most:
+
+    StepExecuted(k) --> commit k, plan k+1, reserve --> ApplyBatch
+    BatchApplied    --> (out of blocks: preempt, reserve again) --> ExecuteStep(k+1), Emit(k)
+
+Arrivals, aborts and confirmations ride in the next batch, at once when none is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler_svc.core import events, ops
+from scheduler_svc.core.decoding import DecodingStrategy, ParallelSampling
+from scheduler_svc.core.outbox import Outbox
+from scheduler_svc.core.planner import Budget, Planner, StepPlan, View
+from scheduler_svc.core.policy import FirstComeFirstServed, Policy
+from scheduler_svc.core.sequence import GroupStatus, Request, Sequence, SequenceGroup
+from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
+from scheduler_svc.core.stopping import FinishReason, StopChecker, TextStream
+from scheduler_svc.core.worker_mirror import WorkerMirror
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of the scheduler. `watermark`: share of the pool an admission leaves free."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_waiting: int = 1024
+    watermark: float = 0.01
+
+
+class Machine:
+    """The scheduler's core. Feed it events in order; carry out the commands in order."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        eos_token_ids: tuple[int, ...],
+        make_text: Callable[[], TextStream],
+        policy: Policy | None = None,
+        decoding: DecodingStrategy | None = None,
+    ) -> None:
+        """`make_text` opens the detokenization of one sequence."""
+        self.config = config
+        self.groups: dict[str, SequenceGroup] = {}
+        self._eos = eos_token_ids
+        self._make_text = make_text
+        self._policy = policy or FirstComeFirstServed()
+        self._decoding = decoding or ParallelSampling()
+        self._planner = Planner(self._policy, self._decoding, config.watermark)
+        self._budget = Budget(config.max_num_batched_tokens, config.max_num_seqs)
+        self._now_s = 0.0
+        self._commands: list[events.Command] = []
+        self._emits: list[events.Command] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._connected = False
+        self._num_blocks = 0
+        self._block_size = 1
+        self._levels = ops.PoolLevels()
+        self._freed_estimate = 0
+        self._outbox = Outbox()
+        self._mirror = WorkerMirror()
+        self._deferred: list[events.AbortRequested | events.RequestArrived] = []
+        self._plan: StepPlan | None = None
+        self._starved: list[SequenceGroup] = []
+        self._executing: StepPlan | None = None
+        self._last_step_id = 0
+        self._acknowledged_step = 0
+
+    # ---- events ----
+
+    def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
+        """Take one event; what is to be done about it, in order. Emits come last: the worker
+        gets its next step before anybody is told about the previous one."""
+        self._now_s = now_s
+        self._commands, self._emits = [], []
+        match event:
+            case events.Connected():
+                self._on_connected(event)
+            case events.Disconnected():
+                self._on_disconnected(event)
+            case events.RequestArrived(request):
+                self._on_arrived(request)
+            case events.AbortRequested():
+                self._deferred.append(event)
+            case events.Delivered(request_id):
+                self._on_delivered(request_id)
+            case events.BatchApplied(result):
+                self._on_batch_applied(result)
+            case events.StepExecuted(result):
+                self._on_step_executed(result)
+        if self._connected:
+            self._advance()
+        return self._commands + self._emits
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is running, waiting or under way."""
+        return not (self.groups or self._executing or self._outbox.in_flight or self._outbox)
+
+    def _groups_in(self, status: GroupStatus) -> list[SequenceGroup]:
+        return [group for group in self.groups.values() if group.status is status]
+
+    def _on_connected(self, event: events.Connected) -> None:
+        assert not self._connected
+        assert not self.groups
+        self._connected = True
+        self._num_blocks, self._block_size = event.num_blocks, event.block_size
+        self._levels = event.levels
+        self._outbox.next_batch_seq = event.next_batch_seq
+        self._last_step_id = self._acknowledged_step = event.last_step_id
+
+    def _on_disconnected(self, event: events.Disconnected) -> None:
+        for group in self.groups.values():
+            if group.status is not GroupStatus.FINISHED:
+                self._reject(group.request.request_id, event.reason, event.message)
+        self.groups.clear()
+        self._reset()
+
+    def _on_arrived(self, request: Request) -> None:
+        if not self._connected:
+            self._reject(
+                request.request_id,
+                "NOT_READY",
+                "the scheduler is (re)connecting to the memory service and the worker",
+                retry_after_ms=500,
+            )
+        elif request.request_id in self.groups:
+            # Its predecessor of the same name is on its way out: an abort not yet carried out.
+            self._deferred.append(events.RequestArrived(request))
+        else:
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        queued = sum(
+            group.status in (GroupStatus.ARRIVING, GroupStatus.WAITING)
+            for group in self.groups.values()
+        )
+        if queued >= self.config.max_waiting:
+            self._reject(
+                request.request_id,
+                "QUEUE_FULL",
+                f"{queued} requests are waiting; at most {self.config.max_waiting} may",
+                retry_after_ms=1000,
+            )
+            return
+        group = SequenceGroup(request, arrived_at_s=self._now_s)
+        self.groups[request.request_id] = group
+        self._outbox.add(ops.Arrive(request), lambda result: self._on_arrive_result(group, result))
+
+    def _on_arrive_result(self, group: SequenceGroup, result: ops.OpResult) -> None:
+        request_id = group.request.request_id
+        if result.status is not ops.OpStatus.OK:
+            group.move_to(GroupStatus.FINISHED)
+            del self.groups[request_id]
+            reason = {
+                ops.OpStatus.ALREADY_EXISTS: "REQUEST_EXISTS",
+                ops.OpStatus.NO_FREE_SEQUENCES: "QUEUE_FULL",
+            }.get(result.status, "INTERNAL")
+            self._reject(request_id, reason, result.message)
+            return
+        group.arrival_number = result.arrival_number
+        group.move_to(GroupStatus.WAITING)
+        self._add_sequence(group, result.sequence_id, 0)
+        self._emits.append(events.Accepted(request_id))
+
+    def _add_sequence(self, group: SequenceGroup, sequence_id: int, candidate: int) -> Sequence:
+        checker = StopChecker(group.request.params, self._eos, self._make_text())
+        sequence = Sequence(sequence_id, candidate, group, checker)
+        group.sequences.append(sequence)
+        self._mirror.sequences[sequence_id] = sequence
+        return sequence
+
+    def _on_delivered(self, request_id: str) -> None:
+        group = self.groups.get(request_id)
+        if group is not None and group.status is GroupStatus.FINISHED:
+            self._forget(group)
+
+    def _on_batch_applied(self, result: ops.BatchResult) -> None:
+        if not self._connected:
+            return
+        self._levels, self._freed_estimate = result.levels, 0
+        self._mirror.take_deltas(result)
+        self._outbox.settle(result)
+
+    def _on_step_executed(self, result: ops.StepResult) -> None:
+        if self._executing is None:
+            return
+        assert result.step_id == self._last_step_id, (result.step_id, self._last_step_id)
+        plan, self._executing = self._executing, None
+        self._acknowledged_step = result.step_id
+        outcome = read_step(plan, result, self._decoding, self._now_s)
+        if outcome.commit is not None:
+            self._outbox.add(outcome.commit, lambda _: self._emit_outcome(outcome))
+        for fork in outcome.forks:
+            self._outbox.add(
+                ops.Fork(fork.sequence.sequence_id, fork.token_ids),
+                lambda forked, fork=fork: self._on_forked(fork, forked),
+            )
+        self._free(outcome.ended)
+
+    def _on_forked(self, fork: StepOutcome.Forking, result: ops.OpResult) -> None:
+        assert result.status is ops.OpStatus.OK, result
+        parent = fork.sequence
+        group = parent.group
+        for candidate, sequence_id in enumerate(result.child_sequence_ids, start=1):
+            child = self._add_sequence(group, sequence_id, candidate)
+            child.num_computed_tokens = parent.num_computed_tokens
+            child.block_table = list(result.tables[0].block_ids)
+            child.table_version = result.tables[0].table_version
+        outcome = StepOutcome()
+        for sequence, token_id, logprob in zip(
+            group.sequences, fork.token_ids, fork.logprobs, strict=True
+        ):
+            outcome.extend(sequence, token_id, logprob, self._now_s)
+        self._emit_outcome(outcome)
+        self._free(outcome.ended)
+
+    # ---- output ----
+
+    def _emit_outcome(self, outcome: StepOutcome) -> None:
+        for group, deltas in outcome.deltas_by_group():
+            self._emit(group, tuple(deltas))
+
+    def _emit(self, group: SequenceGroup, deltas: tuple[events.CandidateDelta, ...]) -> None:
+        request_id = group.request.request_id
+        if self.groups.get(request_id) is not group:
+            return
+        times = None
+        if group.status is GroupStatus.FINISHED:
+            times = events.RequestTimes(
+                group.arrived_at_s,
+                group.first_scheduled_at_s,
+                group.first_token_at_s,
+                group.num_preemptions,
+            )
+        self._emits.append(events.Emit(request_id, deltas, times))
+
+    def _reject(
+        self, request_id: str, reason: str, message: str, retry_after_ms: int | None = None
+    ) -> None:
+        self._emits.append(events.Reject(request_id, reason, message, retry_after_ms))
+
+    # ---- what goes ----
+
+    def _free(self, ended: list[Sequence]) -> None:
+        """Give back the blocks of sequences that ended; close groups that have no other."""
+        for reason in FinishReason:
+            of_reason = [s for s in ended if s.finish_reason is reason]
+            if of_reason:
+                self._outbox.add(ops.Free(tuple(s.sequence_id for s in of_reason), reason))
+        for sequence in ended:
+            self._freed_estimate += _num_own_blocks(sequence)
+            self._mirror.drop(sequence)
+            close_group(sequence.group)
+
+    def _end_group(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """End every live candidate of a group for a reason of ours, and say so."""
+        outcome = StepOutcome()
+        live = group.live
+        for sequence in live:
+            outcome.end(sequence, reason)
+        self._free(live)
+        self._emit_outcome(outcome)
+
+    def _forget(self, group: SequenceGroup) -> None:
+        request_id = group.request.request_id
+        for sequence in group.sequences:
+            self._mirror.forget(sequence)
+        del self.groups[request_id]
+        self._outbox.add(ops.Confirm(request_id))
+
+    def _abort(self, request_id: str) -> None:
+        group = self.groups.get(request_id)
+        if group is None:
+            return
+        if group.status is GroupStatus.ARRIVING:
+            # Its Arrive was not sent yet, or aborts would still be deferred.
+            self._outbox.retract(
+                lambda op: isinstance(op, ops.Arrive) and op.request is group.request
+            )
+            del self.groups[request_id]
+            return
+        if group.live:
+            for sequence in group.live:
+                sequence.finish_reason = FinishReason.ABORT
+                self._freed_estimate += _num_own_blocks(sequence)
+                self._mirror.drop(sequence)
+            self._outbox.add(
+                ops.Free(
+                    tuple(
+                        s.sequence_id
+                        for s in group.sequences
+                        if s.finish_reason is FinishReason.ABORT
+                    ),
+                    FinishReason.ABORT,
+                )
+            )
+        if group.status is not GroupStatus.FINISHED:
+            group.move_to(GroupStatus.FINISHED)
+        self._forget(group)
+
+    # ---- going on ----
+
+    def _advance(self) -> None:
+        """Send what can be sent. Called after every event; one batch at a time."""
+        if self._outbox.in_flight:
+            return
+        if not self._outbox.holds(ops.Fork):
+            # A fork must be answered first: its children are not known by name until then.
+            self._carry_out_deferred()
+        if self._executing is not None:
+            self._send_batch(when_empty=False)
+        elif self._plan is not None:
+            self._go_on_with_plan(self._plan)
+        elif self._outbox.holds(ops.Fork):
+            self._send_batch(when_empty=False)
+        else:
+            self._begin_step()
+
+    def _carry_out_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for event in deferred:
+            if isinstance(event, events.AbortRequested):
+                self._abort(event.request_id)
+            else:
+                self._on_arrived(event.request)
+
+    def _begin_step(self) -> None:
+        running = self._groups_in(GroupStatus.RUNNING)
+        waiting = self._groups_in(GroupStatus.WAITING)
+        plan = self._planner.plan(
+            View(
+                running,
+                waiting,
+                self._levels.num_free_blocks + self._freed_estimate,
+                self._num_blocks,
+                self._block_size,
+            ),
+            self._budget,
+        )
+        if not plan.rows:
+            self._rest(waiting)
+            return
+        self._plan = plan
+        self._queue_reserve(plan.reserving())
+        for admission in plan.admissions:
+            self._outbox.add(
+                ops.Admit(admission.members),
+                lambda result, group=admission.group: self._on_admitted(group, result),
+            )
+        self._send_batch(prepares_step=True)
+
+    def _rest(self, waiting: list[SequenceGroup]) -> None:
+        """Nothing can run: flush what is queued, and free what only an acknowledgement holds."""
+        if self._outbox:
+            self._send_batch()
+        elif waiting and self._levels.num_free_blocks == self._num_blocks:
+            # The whole pool is free and the first in line still does not fit: it never will.
+            self._end_group(self._policy.admission_order(waiting)[0], FinishReason.KV_CAPACITY)
+            self._send_batch()
+        elif self._levels.num_quarantined_blocks and self._outbox.news(self._acknowledged_step):
+            self._send_batch()
+
+    def _queue_reserve(self, by_group: list) -> None:
+        if by_group:
+            groups = [group for group, _ in by_group]
+            self._outbox.add(
+                self._mirror.reserve(by_group),
+                lambda result: self._starved.extend(groups[i] for i in result.failed_groups),
+            )
+
+    def _on_admitted(self, group: SequenceGroup, result: ops.OpResult) -> None:
+        if result.status is ops.OpStatus.NO_FREE_BLOCKS:
+            # The free count was an estimate; it waits on, where it stood.
+            assert self._plan is not None
+            self._plan = self._plan.without({id(group)})
+            return
+        assert result.status is ops.OpStatus.OK, result
+        group.move_to(GroupStatus.RUNNING)
+        if group.first_scheduled_at_s is None:
+            group.first_scheduled_at_s = self._now_s
+        self._mirror.take_tables(group, result.tables, self._block_size)
+
+    def _go_on_with_plan(self, plan: StepPlan) -> None:
+        """The step's blocks were asked for: execute it, or make room and ask again."""
+        starved = [g for g in self._starved if g.status is GroupStatus.RUNNING]
+        self._starved = []
+        if not starved:
+            self._plan = None
+            self._execute(plan)
+            return
+        victim = self._policy.victim(self._groups_in(GroupStatus.RUNNING))
+        if victim.live and self._groups_in(GroupStatus.RUNNING) == [victim]:
+            self._end_group(victim, FinishReason.KV_CAPACITY)
+        else:
+            self._preempt(victim)
+        self._plan = plan.without({id(victim)})
+        hungry = {id(group) for group in starved if group is not victim}
+        self._queue_reserve([pair for pair in self._plan.reserving() if id(pair[0]) in hungry])
+        self._send_batch(prepares_step=True)
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """By recomputation: blocks go, tokens stay, the whole group waits again (paper §4.5)."""
+        self._outbox.add(ops.Preempt(tuple(s.sequence_id for s in group.live)))
+        for sequence in group.live:
+            self._mirror.drop(sequence)
+            sequence.forget_blocks()
+        group.num_preemptions += 1
+        group.move_to(GroupStatus.WAITING)
+
+    def _execute(self, plan: StepPlan) -> None:
+        step_id = self._last_step_id + 1
+        self._last_step_id = step_id
+        step, rows = self._mirror.build_step(step_id, plan, self._eos)
+        if not rows:
+            # All of it was aborted meanwhile. Nobody will run this step: it counts as done.
+            self._acknowledged_step = step_id
+            self._advance()
+            return
+        self._executing = StepPlan(rows, [])
+        self._commands.append(events.ExecuteStep(step))
+        self._advance()
+
+    def _send_batch(self, *, when_empty: bool = True, prepares_step: bool = False) -> None:
+        if not (self._outbox or when_empty):
+            return
+        batch = self._outbox.send(
+            self._last_step_id + 1, self._acknowledged_step, prepares_step=prepares_step
+        )
+        links: tuple[str, ...] = ()
+        if prepares_step and self._plan is not None:
+            traceparents = (row.sequence.group.request.traceparent for row in self._plan.rows)
+            links = tuple(dict.fromkeys(filter(None, traceparents)))
+        self._commands.append(events.ApplyBatch(batch, links))
+
+
+def _num_own_blocks(sequence: Sequence) -> int:
+    """Blocks that no live sibling shares: what ending the sequence gives back, about."""
+    shared: set[int] = set()
+    for sibling in sequence.group.live:
+        if sibling is not sequence:
+            shared.update(sibling.block_table)
+    return len(set(sequence.block_table) - shared)

@@ -1,0 +1,173 @@
+"""`plan(view, budget) -> StepPlan`: which sequences run next, and how many tokens each.
+
+Pure: it reads the view and changes nothing. Prefill and decode share one token budget;
+a prompt that is longer than what is left of it is computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.decoding import DecodingStrategy
+from scheduler_svc.core.ops import AdmitMember
+from scheduler_svc.core.policy import Policy
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of one step."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class View:
+    """What the planner may know."""
+
+    running: SequenceOf[SequenceGroup]
+    waiting: SequenceOf[SequenceGroup]
+    num_free_blocks: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence in the batch. num_samples 0: its prompt goes on in a later step."""
+
+    sequence: Sequence
+    num_input_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    group: SequenceGroup
+    members: tuple[AdmitMember, ...]
+
+
+@dataclass
+class StepPlan:
+    """Rows in order; `reserving`: the groups whose rows need slots made sure of."""
+
+    rows: list[Row] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_input_tokens for row in self.rows)
+
+    def reserving(self) -> list[tuple[SequenceGroup, list[Row]]]:
+        """Rows of groups that already run, by group (an Admit makes its own slots)."""
+        admitted = {id(admission.group) for admission in self.admissions}
+        by_group: dict[int, tuple[SequenceGroup, list[Row]]] = {}
+        for row in self.rows:
+            group = row.sequence.group
+            if id(group) not in admitted:
+                by_group.setdefault(id(group), (group, []))[1].append(row)
+        return list(by_group.values())
+
+    def without(self, groups: set[int]) -> StepPlan:
+        """The plan less the groups with these id()s."""
+        return StepPlan(
+            [row for row in self.rows if id(row.sequence.group) not in groups],
+            [a for a in self.admissions if id(a.group) not in groups],
+        )
+
+
+class Planner:
+    """Plans steps under a policy and a decoding strategy."""
+
+    def __init__(self, policy: Policy, decoding: DecodingStrategy, watermark: float) -> None:
+        """`watermark`: share of the pool that an admission must leave free, in [0, 1)."""
+        self._policy = policy
+        self._decoding = decoding
+        self._watermark = watermark
+
+    def plan(self, view: View, budget: Budget, *, may_admit: bool = True) -> StepPlan:
+        """Decodes first, then prompts under way, then admissions in the policy's order."""
+        plan = StepPlan()
+        tokens_left = budget.max_num_batched_tokens
+        running = [
+            sequence
+            for group in self._policy.running_order(view.running)
+            for sequence in group.live
+        ]
+        decoding = [s for s in running if s.num_uncomputed_tokens == 1]
+        prefilling = [s for s in running if s.num_uncomputed_tokens > 1]
+        for sequence in (*decoding, *prefilling):
+            tokens_left -= self._add_row(plan, sequence, tokens_left)
+        if may_admit:
+            self._admit(plan, view, budget, tokens_left)
+        return plan
+
+    def _add_row(self, plan: StepPlan, sequence: Sequence, tokens_left: int) -> int:
+        """Append a row of at most `tokens_left` tokens; the number it took."""
+        num_tokens = min(sequence.num_uncomputed_tokens, tokens_left)
+        if num_tokens < 1 or not self._prefix_is_there(plan, sequence):
+            return 0
+        completes = num_tokens == sequence.num_uncomputed_tokens
+        num_samples = self._decoding.num_samples(sequence) if completes else 0
+        plan.rows.append(Row(sequence, num_tokens, num_samples))
+        return num_tokens
+
+    def _prefix_is_there(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Whether the shared prefix a sequence resumes on is computed by the end of this step.
+
+        In the same step is soon enough: a layer writes all its K and V before it reads any.
+        """
+        source = sequence.prefix_source
+        if source is None:
+            return True
+        in_step = sum(row.num_input_tokens for row in plan.rows if row.sequence is source)
+        return source.num_computed_tokens + in_step >= sequence.prefix_source_tokens
+
+    def _admit(self, plan: StepPlan, view: View, budget: Budget, tokens_left: int) -> None:
+        seats = budget.max_num_seqs - sum(group.num_seats for group in view.running)
+        free = view.num_free_blocks - self._growth(plan, view.block_size)
+        num_running = len(plan.rows)
+        for group in self._policy.admission_order(view.waiting):
+            members = admit_members(group, view.block_size)
+            needed = sum(
+                -(-member.num_slots // view.block_size) - member.num_shared_blocks
+                for member in members
+            )
+            # Alone, a group may take everything: nobody is there to be squeezed.
+            alone = not view.running and not plan.admissions
+            # One block a running sequence, so that an admission is not undone at once.
+            spare = 0 if alone else max(int(self._watermark * view.num_blocks), num_running)
+            if tokens_left < 1 or group.num_seats > seats or needed + spare > free:
+                return
+            plan.admissions.append(Admission(group, members))
+            tokens_left -= self._add_row(plan, group.live[0], tokens_left)
+            seats -= group.num_seats
+            free -= needed
+            num_running += group.num_seats
+
+    @staticmethod
+    def _growth(plan: StepPlan, block_size: int) -> int:
+        """Blocks the planned rows are about to need, copies of shared blocks left aside."""
+        return sum(
+            max(
+                0,
+                -(-(row.sequence.num_computed_tokens + row.num_input_tokens) // block_size)
+                - len(row.sequence.block_table),
+            )
+            for row in plan.rows
+        )
+
+
+def admit_members(group: SequenceGroup, block_size: int) -> tuple[AdmitMember, ...]:
+    """Slots for every live candidate; those after the first share the prompt's full blocks."""
+    first, *others = group.live
+    num_shared = len(group.request.prompt_token_ids) // block_size
+    return (
+        AdmitMember(first.sequence_id, first.num_tokens),
+        *(
+            AdmitMember(sibling.sequence_id, sibling.num_tokens, first.sequence_id, num_shared)
+            for sibling in others
+        ),
+    )

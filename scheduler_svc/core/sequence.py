@@ -1,0 +1,125 @@
+"""The scheduler's view of requests, sequence groups and sequences.
+
+A view, not the record: kvmem holds the truth, and this can be rebuilt from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler_svc.core.params import SamplingParams
+from scheduler_svc.core.stopping import FinishReason, StopChecker
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request. `spec` is what another scheduler would need to go on with it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    tenant: str = "default"
+    spec: bytes = b""
+    digest: bytes = b""
+    traceparent: str = ""
+
+
+class GroupStatus(Enum):
+    ARRIVING = "arriving"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+# Legal transitions, and what causes each. Everything else is a bug.
+TRANSITIONS: dict[tuple[GroupStatus, GroupStatus], str] = {
+    (GroupStatus.ARRIVING, GroupStatus.WAITING): "kvmem has the record",
+    (GroupStatus.ARRIVING, GroupStatus.FINISHED): "refused by kvmem",
+    (GroupStatus.WAITING, GroupStatus.RUNNING): "admitted: its blocks are allocated",
+    (GroupStatus.WAITING, GroupStatus.FINISHED): "aborted in the queue",
+    (GroupStatus.RUNNING, GroupStatus.WAITING): "preempted: its blocks are taken back",
+    (GroupStatus.RUNNING, GroupStatus.FINISHED): "all candidates ended, or aborted",
+}
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One candidate. `num_computed_tokens`: KV present, from the start of the sequence."""
+
+    sequence_id: int
+    candidate: int
+    group: SequenceGroup
+    checker: StopChecker
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    table_version: int = 0
+    # The worker's mirror has this sequence's table (up to deltas on their way).
+    on_worker: bool = False
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    # After a resume: the sibling that computes the shared prefix, and how far it must be.
+    prefix_source: Sequence | None = None
+    prefix_source_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.group.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start .. end-1, prompt and output counted as one."""
+        prompt = self.group.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.output_token_ids[start - len(prompt) : end - len(prompt)]
+        return [*prompt[start:end], *self.output_token_ids[: max(0, end - len(prompt))]]
+
+    def forget_blocks(self) -> None:
+        """The blocks were taken back: nothing is computed, the worker must be told anew."""
+        self.num_computed_tokens = 0
+        self.block_table = []
+        self.on_worker = False
+        self.prefix_source = None
+        self.prefix_source_tokens = 0
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The candidates of one request: admitted, preempted and ended as one."""
+
+    request: Request
+    arrived_at_s: float
+    status: GroupStatus = GroupStatus.ARRIVING
+    arrival_number: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    first_scheduled_at_s: float | None = None
+    first_token_at_s: float | None = None
+    num_preemptions: int = 0
+
+    def move_to(self, status: GroupStatus) -> None:
+        """Change the status; an illegal transition is a bug and raises AssertionError."""
+        assert (self.status, status) in TRANSITIONS, (
+            f"{self.request.request_id}: {self.status.value} -> {status.value}"
+        )
+        self.status = status
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def forked(self) -> bool:
+        return len(self.sequences) == self.request.params.n
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences it runs, or will run once it has forked."""
+        return len(self.live) if self.forked else self.request.params.n

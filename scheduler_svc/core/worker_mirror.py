@@ -1,0 +1,178 @@
+"""What the worker's mirror of the block tables knows, and the step that brings it up to date."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core import ops
+from scheduler_svc.core.planner import Row, StepPlan
+from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
+
+
+class WorkerMirror:
+    """Sequences by id, and the table changes, copies and drops the worker has yet to hear of."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, Sequence] = {}
+        self._deltas: list[tuple[int, int, int, int]] = []
+        self._copies: list[tuple[int, int, int]] = []
+        self._dropped: list[int] = []
+
+    def take_deltas(self, result: ops.BatchResult) -> None:
+        """Apply the table changes of a batch to the view."""
+        deltas = result.deltas
+        rows = list(
+            zip(
+                deltas.sequence_ids.tolist(),
+                deltas.table_indices.tolist(),
+                deltas.block_ids.tolist(),
+                deltas.table_versions.tolist(),
+                strict=True,
+            )
+        )
+        for sequence_id, index, block_id, version in rows:
+            sequence = self.sequences[sequence_id]
+            table = sequence.block_table
+            assert index <= len(table), (sequence_id, index, len(table))
+            table[index : index + 1] = [block_id]
+            sequence.table_version = version
+        self._deltas.extend(row for row in rows if self.sequences[row[0]].on_worker)
+        if len(result.copy_src):
+            owner = {block_id: sequence_id for sequence_id, _, block_id, _ in rows}
+            self._copies.extend(
+                (owner[dst], src, dst)
+                for src, dst in zip(result.copy_src.tolist(), result.copy_dst.tolist(), strict=True)
+            )
+
+    def take_tables(
+        self, group: SequenceGroup, tables: tuple[ops.Table, ...], block_size: int
+    ) -> None:
+        """The group was admitted: whole tables, of which siblings share the first blocks."""
+        first, *others = group.live
+        num_shared = len(group.request.prompt_token_ids) // block_size
+        for sibling in others:
+            sibling.num_computed_tokens = num_shared * block_size
+            if num_shared:
+                sibling.prefix_source = first
+                sibling.prefix_source_tokens = num_shared * block_size
+        for table in tables:
+            sequence = self.sequences[table.sequence_id]
+            sequence.block_table = list(table.block_ids)
+            sequence.table_version = table.table_version
+
+    def drop(self, sequence: Sequence) -> None:
+        """The worker may forget the sequence."""
+        if sequence.on_worker:
+            self._dropped.append(sequence.sequence_id)
+            sequence.on_worker = False
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nobody will ask for the sequence again."""
+        self.drop(sequence)
+        self.sequences.pop(sequence.sequence_id, None)
+
+    @staticmethod
+    def reserve(by_group: list[tuple[SequenceGroup, list[Row]]]) -> ops.Reserve:
+        """Slots for the planned rows, each group all or nothing."""
+        rows = [row for _, group_rows in by_group for row in group_rows]
+        return ops.Reserve(
+            np.array([row.sequence.sequence_id for row in rows], np.uint64),
+            np.array(
+                [row.sequence.num_computed_tokens + row.num_input_tokens for row in rows],
+                np.int32,
+            ),
+            np.array([len(group_rows) for _, group_rows in by_group], np.int32),
+        )
+
+    def build_step(
+        self, step_id: int, plan: StepPlan, eos_token_ids: tuple[int, ...]
+    ) -> tuple[ops.Step, list[Row]]:
+        """The Execute for the rows of the plan that still run, and those rows.
+
+        With no such row nothing is taken out: what is pending goes with the next step.
+        """
+        rows = [row for row in plan.rows if _runs(row.sequence)]
+        starting = [row.sequence for row in rows if not row.sequence.on_worker]
+        # A start replaces what the worker knew, so a sequence that resumes is not dropped.
+        dropped = set(self._dropped) - {sequence.sequence_id for sequence in starting}
+        step = ops.Step(
+            step_id=step_id,
+            starts=tuple(_start(sequence, eos_token_ids) for sequence in starting),
+            deltas=self._known_deltas(),
+            copy_src=ops.NO_INT32,
+            copy_dst=ops.NO_INT32,
+            dropped_sequence_ids=np.array(sorted(dropped), np.uint64),
+            sequence_ids=np.array([row.sequence.sequence_id for row in rows], np.uint64),
+            table_versions=np.array([row.sequence.table_version for row in rows], np.uint32),
+            num_input_tokens=np.array([row.num_input_tokens for row in rows], np.int32),
+            num_computed_tokens=np.array(
+                [row.sequence.num_computed_tokens for row in rows], np.int32
+            ),
+            input_token_ids=np.array([t for row in rows for t in _input(row)], np.int32),
+            num_samples=np.array([row.num_samples for row in rows], np.int32),
+        )
+        if not rows:
+            return step, rows
+        for row in rows:
+            row.sequence.on_worker = True
+        # A copy whose owner lost its blocks meanwhile must not be made: somebody else may
+        # have the destination by now.
+        copies = [c for c in self._copies if self._holds(c[0], c[2])]
+        self._deltas, self._copies, self._dropped = [], [], []
+        step = replace(
+            step,
+            copy_src=np.array([src for _, src, _ in copies], np.int32),
+            copy_dst=np.array([dst for _, _, dst in copies], np.int32),
+        )
+        return step, rows
+
+    def _holds(self, sequence_id: int, block_id: int) -> bool:
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and _runs(sequence) and block_id in sequence.block_table
+
+    def _known_deltas(self) -> ops.TableDeltas:
+        rows = [
+            row
+            for row in self._deltas
+            if (sequence := self.sequences.get(row[0])) is not None and sequence.on_worker
+        ]
+        if not rows:
+            return ops.TableDeltas()
+        sequence_ids, indices, block_ids, versions = zip(*rows, strict=True)
+        return ops.TableDeltas(
+            np.array(sequence_ids, np.uint64),
+            np.array(indices, np.int32),
+            np.array(block_ids, np.int32),
+            np.array(versions, np.uint32),
+        )
+
+
+def _runs(sequence: Sequence) -> bool:
+    return not sequence.finished and sequence.group.status is GroupStatus.RUNNING
+
+
+def _input(row: Row) -> list[int]:
+    start = row.sequence.num_computed_tokens
+    return row.sequence.tokens_between(start, start + row.num_input_tokens)
+
+
+def _start(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> ops.SequenceStart:
+    request = sequence.group.request
+    params = request.params
+    masked: tuple[int, ...] = ()
+    if params.min_tokens:
+        eos = () if params.ignore_eos else eos_token_ids
+        masked = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+    return ops.SequenceStart(
+        sequence_id=sequence.sequence_id,
+        block_ids=tuple(sequence.block_table),
+        table_version=sequence.table_version,
+        params=params,
+        sample_index=params.first_sample_index + sequence.candidate,
+        masked_token_ids=masked,
+        masked_before_position=len(request.prompt_token_ids) + params.min_tokens,
+        request_id=request.request_id,
+        traceparent=request.traceparent,
+    )

@@ -1,0 +1,252 @@
+"""The public Inference service."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc.aio
+from opentelemetry.trace import Span
+
+from octavo.service.errors import ServiceError, abort
+from octavo.service.telemetry import Telemetry, traceparent
+from octavo.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from scheduler_svc import convert
+from scheduler_svc.core.events import RequestTimes
+from scheduler_svc.core.params import InvalidRequestError, resolve
+from scheduler_svc.core.sequence import Request
+from scheduler_svc.loop import Engine
+from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGES = 1024
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Checks and tokenizes requests, and streams what the engine makes of them."""
+
+    def __init__(self, engine: Engine, telemetry: Telemetry) -> None:
+        self._engine = engine
+        self._telemetry = telemetry
+        self.tokenizer: Tokenizer | None = None
+
+    def _tokenizer(self) -> Tokenizer:
+        self._engine.limits()
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    # ---- generation ----
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateReply]:
+        try:
+            match request.WhichOneof("input"):
+                case "prompt":
+                    token_ids = self._tokenizer().encode(request.prompt)
+                case "prompt_token_ids":
+                    token_ids = tuple(request.prompt_token_ids.ids)
+                case _:
+                    token_ids = ()
+            async with aclosing(self._serve(request, token_ids, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def Chat(
+        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateReply]:
+        try:
+            token_ids = self._encode_chat(request.messages)
+            async with aclosing(self._serve(request, token_ids, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def _serve(
+        self,
+        message: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        token_ids: tuple[int, ...],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncGenerator[inference_pb2.GenerateReply, None]:
+        """Replies of one request, from its record's safety to its last token.
+
+        However this ends early (the caller cancels, vanishes, or its deadline passes), the
+        request is aborted.
+        """
+        self._check_model(message.model)
+        span = self._open_span(context)
+        started_ns = time.time_ns()
+        request = self._checked(message, token_ids, traceparent(span) if span else "")
+        mailbox = self._engine.submit(request)
+        complete = False
+        try:
+            await mailbox.accepted()
+            yield inference_pb2.GenerateReply(
+                request_id=request.request_id,
+                seed=request.params.seed,
+                num_prompt_tokens=len(token_ids),
+            )
+            while not complete:
+                delivery = await mailbox.next()
+                yield inference_pb2.GenerateReply(
+                    deltas=[convert.delta_message(delta) for delta in delivery.deltas]
+                )
+                complete = delivery.last
+                if delivery.times is not None:
+                    self._record_phases(request, delivery.times, started_ns)
+        finally:
+            if complete:
+                self._engine.delivered(request.request_id)
+            else:
+                self._engine.abort(request.request_id)
+            if span is not None:
+                span.set_attribute("octavo.request_id", request.request_id)
+                span.set_attribute("octavo.num_prompt_tokens", len(token_ids))
+                span.set_attribute("octavo.aborted", not complete)
+                span.end()
+
+    def _checked(
+        self,
+        message: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        token_ids: tuple[int, ...],
+        parent: str,
+    ) -> Request:
+        request_id = message.request_id or f"req-{secrets.token_hex(8)}"
+        if len(request_id) > MAX_REQUEST_ID_CHARS:
+            raise ServiceError(
+                "INVALID_PARAMETER",
+                f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID_CHARS}"
+                " are allowed",
+            )
+        params, max_tokens = convert.params_of(message.params)
+        if not message.params.HasField("seed"):
+            params = replace(params, seed=secrets.randbits(63))
+        try:
+            params = resolve(
+                params,
+                max_tokens=max_tokens,
+                prompt_token_ids=token_ids,
+                limits=self._engine.limits(),
+            )
+        except InvalidRequestError as error:
+            raise ServiceError(error.reason, error.message) from error
+        return convert.request_of(request_id, token_ids, params, parent)
+
+    def _check_model(self, asked: str) -> None:
+        self._engine.limits()
+        worker = self._engine.worker_description
+        if worker is not None and asked and asked != worker.model_name:
+            raise ServiceError(
+                "UNKNOWN_MODEL", f"model {asked!r} is not served here; {worker.model_name!r} is"
+            )
+
+    def _encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> tuple[int, ...]:
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise ServiceError(
+                "INVALID_PARAMETER",
+                f"a chat of {len(messages)} messages; it must have 1 to {MAX_MESSAGES}",
+            )
+        turns: list[Mapping[str, str]] = [
+            {"role": message.role, "content": message.content} for message in messages
+        ]
+        try:
+            return self._tokenizer().encode_chat(turns)
+        except NoChatTemplateError as error:
+            raise ServiceError("NO_CHAT_TEMPLATE", str(error)) from error
+        except ValueError as error:
+            raise ServiceError("INVALID_PARAMETER", str(error)) from error
+
+    # ---- traces ----
+
+    def _open_span(self, context: grpc.aio.ServicerContext) -> Span | None:
+        if not self._telemetry.enabled:
+            return None
+        parent = ""
+        for key, value in context.invocation_metadata() or ():
+            if key == "traceparent":
+                parent = value if isinstance(value, str) else value.decode()
+        return self._telemetry.start("scheduler.generate", parent=parent)
+
+    def _record_phases(self, request: Request, times: RequestTimes, started_ns: int) -> None:
+        """Queue, prefill and decode as spans of the request's own trace."""
+        if not (self._telemetry.enabled and request.traceparent):
+            return
+
+        def at_ns(moment_s: float) -> int:
+            return started_ns + int((moment_s - times.arrived_at_s) * 1e9)
+
+        marks = [
+            started_ns,
+            at_ns(times.first_scheduled_at_s or times.arrived_at_s),
+            at_ns(times.first_token_at_s or times.arrived_at_s),
+            time.time_ns(),
+        ]
+        names = ("scheduler.queue", "scheduler.prefill", "scheduler.decode")
+        for name, start_ns, end_ns in zip(names, marks, marks[1:], strict=False):
+            self._telemetry.record(
+                name, (start_ns, max(start_ns, end_ns)), parent=request.traceparent
+            )
+
+    # ---- the rest ----
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeReply:
+        try:
+            if request.WhichOneof("input") == "chat":
+                return inference_pb2.TokenizeReply(
+                    token_ids=self._encode_chat(request.chat.messages)
+                )
+            return inference_pb2.TokenizeReply(token_ids=self._tokenizer().encode(request.text))
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.AbortReply:
+        return inference_pb2.AbortReply(aborted=self._engine.abort(request.request_id))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ModelDescription:
+        try:
+            tokenizer = self._tokenizer()
+        except ServiceError as error:
+            await abort(context, error)
+        worker = self._engine.worker_description
+        assert worker is not None
+        return inference_pb2.ModelDescription(
+            name=worker.model_name,
+            max_model_len=worker.max_model_len,
+            vocab_size=worker.vocab_size,
+            eos_token_ids=worker.eos_token_ids,
+            has_chat_template=tokenizer.has_chat_template,
+            geometry=worker.geometry or types_pb2.PoolGeometry(),
+            attention_backend=worker.attention_backend,
+        )
+
+    async def ListRequests(
+        self, request: inference_pb2.ListRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListRequestsReply:
+        try:
+            groups = self._engine.machine.groups.values()
+        except ServiceError as error:
+            await abort(context, error)
+        return inference_pb2.ListRequestsReply(
+            requests=[
+                inference_pb2.RequestSummary(
+                    request_id=group.request.request_id,
+                    status=group.status.value,
+                    num_prompt_tokens=len(group.request.prompt_token_ids),
+                    num_candidates=group.request.params.n,
+                    num_output_tokens=sum(len(s.output_token_ids) for s in group.sequences),
+                )
+                for group in groups
+            ]
+        )
