@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         Generation,
         Health,
         Message,
+        ModelDescription,
+        PoolGeometry,
+        RequestSummary,
         SamplingParams,
     )
 
@@ -55,6 +58,9 @@ _HOME = {
     "Generation": "octavo.types",
     "Health": "octavo.types",
     "Message": "octavo.types",
+    "ModelDescription": "octavo.types",
+    "PoolGeometry": "octavo.types",
+    "RequestSummary": "octavo.types",
     "SamplingParams": "octavo.types",
 }
 
@@ -71,9 +77,12 @@ __all__ = [
     "Health",
     "InvalidArgumentError",
     "Message",
+    "ModelDescription",
     "NotFoundError",
     "OctavoError",
     "OverloadedError",
+    "PoolGeometry",
+    "RequestSummary",
     "RpcError",
     "SamplingParams",
     "UnavailableError",

@@ -1,0 +1,320 @@
+"""Between the SDK's types and the wire: requests built, replies folded, errors mapped.
+
+Everything here is a function of its arguments, and both clients are thin shells over it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2
+
+from octavo import types
+from octavo.errors import InvalidArgumentError, OctavoError, RpcError, class_of_code
+from octavo.service.errors import REASONS, ServiceError
+from octavo.v1 import inference_pb2, types_pb2
+
+Prompt = str | Sequence[int]
+Conversation = str | Sequence[types.Message]
+Reply = TypeVar("Reply")
+
+FINISH_REASONS: dict[int, types.FinishReason] = {
+    types_pb2.FINISH_REASON_STOP: types.FinishReason.STOP,
+    types_pb2.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
+    types_pb2.FINISH_REASON_ABORT: types.FinishReason.ABORT,
+    types_pb2.FINISH_REASON_KV_CAPACITY: types.FinishReason.KV_CAPACITY,
+}
+
+# What each type of field can carry, in words. The server's ranges are narrower.
+_CARRIES = {
+    FieldDescriptor.TYPE_INT32: f"an integer in [{-(2**31)}, {2**31 - 1}]",
+    FieldDescriptor.TYPE_UINT32: f"an integer in [0, {2**32 - 1}]",
+    FieldDescriptor.TYPE_UINT64: f"an integer in [0, {2**64 - 1}]",
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "text that UTF-8 can encode",
+}
+
+
+@dataclass(frozen=True)
+class UnaryCall(Generic[Reply]):
+    """One unary call: `method` of the stub named `stub`, and how its reply reads."""
+
+    stub: str
+    method: str
+    request: ProtoMessage
+    read: Callable[[Any], Reply]
+
+
+# ---------------------------------------------------------------- requests
+
+
+def generate_request(
+    prompt: Prompt, params: types.SamplingParams | None, request_id: str
+) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgumentError for what the wire cannot carry."""
+    request = inference_pb2.GenerateRequest()
+    _set(request, "request_id", request_id)
+    if isinstance(prompt, str):
+        _set(request, "prompt", prompt)
+    else:
+        request.prompt_token_ids.SetInParent()
+        _extend(request.prompt_token_ids, "ids", prompt, "prompt token id")
+    _set_params(request.params, params)
+    return request
+
+
+def chat_request(
+    messages: Conversation, params: types.SamplingParams | None, request_id: str
+) -> inference_pb2.ChatRequest:
+    """Raises InvalidArgumentError for what the wire cannot carry."""
+    request = inference_pb2.ChatRequest()
+    _set(request, "request_id", request_id)
+    _add_messages(request.messages, messages)
+    _set_params(request.params, params)
+    return request
+
+
+def tokenize_call(text: str | Sequence[types.Message]) -> UnaryCall[tuple[int, ...]]:
+    """Token ids of a text, or of a conversation put through the model's chat template."""
+    request = inference_pb2.TokenizeRequest()
+    if isinstance(text, str):
+        _set(request, "text", text)
+    else:
+        request.chat.SetInParent()
+        _add_messages(request.chat.messages, text)
+    return UnaryCall("inference", "Tokenize", request, lambda reply: tuple(reply.token_ids))
+
+
+def abort_call(request_id: str) -> UnaryCall[bool]:
+    request = inference_pb2.AbortRequest()
+    _set(request, "request_id", request_id)
+    return UnaryCall("inference", "Abort", request, lambda reply: reply.aborted)
+
+
+def model_call() -> UnaryCall[types.ModelDescription]:
+    return UnaryCall("inference", "GetModel", inference_pb2.GetModelRequest(), _read_model)
+
+
+def list_requests_call() -> UnaryCall[tuple[types.RequestSummary, ...]]:
+    request = inference_pb2.ListRequestsRequest()
+    return UnaryCall("inference", "ListRequests", request, _read_requests)
+
+
+def health_call() -> UnaryCall[types.Health]:
+    return UnaryCall("health", "Check", health_pb2.HealthCheckRequest(), _read_health)
+
+
+def num_candidates(params: types.SamplingParams | None) -> int:
+    """How many candidates a request with these parameters has."""
+    return 1 if params is None or params.n is None else params.n
+
+
+def _add_messages(target: Any, messages: Conversation) -> None:
+    if isinstance(messages, str):
+        messages = (types.Message("user", messages),)
+    for message in messages:
+        added = target.add()
+        _set(added, "role", message.role)
+        _set(added, "content", message.content)
+
+
+def _set_params(target: types_pb2.SamplingParams, params: types.SamplingParams | None) -> None:
+    if params is None:
+        return
+    for descriptor in types_pb2.SamplingParams.DESCRIPTOR.fields:
+        value = getattr(params, descriptor.name)
+        if descriptor.is_repeated:
+            _extend(target, descriptor.name, value, descriptor.name)
+        elif value is not None:
+            _set(target, descriptor.name, value)
+
+
+def _set(message: ProtoMessage, name: str, value: object) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _uncarriable(message, name, name, value) from error
+
+
+def _extend(message: ProtoMessage, name: str, values: Iterable[object], called: str) -> None:
+    items = list(values)
+    column = getattr(message, name)
+    try:
+        column.extend(items)
+    except (TypeError, ValueError, OverflowError):
+        del column[:]
+        for position, item in enumerate(items):
+            try:
+                column.append(item)
+            except (TypeError, ValueError, OverflowError) as error:
+                place = f"{called} at position {position}"
+                raise _uncarriable(message, name, place, item) from error
+
+
+def _uncarriable(
+    message: ProtoMessage, name: str, called: str, value: object
+) -> InvalidArgumentError:
+    carries = _CARRIES[message.DESCRIPTOR.fields_by_name[name].type]
+    return InvalidArgumentError(
+        f"{called} is {reprlib.repr(value)}; it must be {carries}", reason="INVALID_PARAMETER"
+    )
+
+
+# ---------------------------------------------------------------- replies
+
+
+@dataclass
+class _CandidateFold:
+    """One candidate while its deltas come in."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    newest: types.CandidateChunk | None = None
+
+
+class GenerationFold:
+    """Folds the replies to one request into chunks and, at the end, a Generation."""
+
+    def __init__(self, request_id: str, num_candidates: int) -> None:
+        self.request_id = request_id
+        self.seed = 0
+        self.num_prompt_tokens = 0
+        self._accepted = False
+        self._num_candidates = num_candidates
+        self._candidates: dict[int, _CandidateFold] = {}
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all candidates so far."""
+        return sum(len(candidate.token_ids) for candidate in self._candidates.values())
+
+    def add(self, reply: inference_pb2.GenerateReply) -> types.Chunk:
+        """Take in the next reply. Raises RpcError for one that fits no request of ours."""
+        if not self._accepted:
+            self._accepted = True
+            self.request_id = reply.request_id
+            self.seed = reply.seed
+            self.num_prompt_tokens = reply.num_prompt_tokens
+        chunks = tuple(_read_delta(delta) for delta in reply.deltas)
+        for chunk in chunks:
+            self._take(chunk)
+        return types.Chunk(self.request_id, self.seed, self.num_prompt_tokens, chunks)
+
+    def _take(self, chunk: types.CandidateChunk) -> None:
+        if chunk.index >= self._num_candidates:
+            raise _broken(f"the server sent candidate {chunk.index}, which nobody asked for")
+        candidate = self._candidates.setdefault(chunk.index, _CandidateFold())
+        if candidate.newest is not None and candidate.newest.finish_reason is not None:
+            raise _broken(f"the server went on with candidate {chunk.index} after its end")
+        candidate.texts.append(chunk.text)
+        candidate.token_ids.extend(chunk.token_ids)
+        candidate.newest = chunk
+
+    def generation(self) -> types.Generation:
+        """The whole result. Raises RpcError when a candidate has not finished."""
+        return types.Generation(
+            self.request_id,
+            self.seed,
+            self.num_prompt_tokens,
+            tuple(
+                _finished(index, self._candidates.get(index))
+                for index in range(self._num_candidates)
+            ),
+        )
+
+
+def _finished(index: int, candidate: _CandidateFold | None) -> types.Candidate:
+    newest = None if candidate is None else candidate.newest
+    if candidate is None or newest is None or newest.finish_reason is None:
+        raise _broken(f"the answer ended before candidate {index} had finished")
+    return types.Candidate(
+        index,
+        "".join(candidate.texts),
+        tuple(candidate.token_ids),
+        newest.finish_reason,
+        newest.matched_stop,
+        newest.cumulative_logprob,
+    )
+
+
+def _read_delta(delta: inference_pb2.CandidateDelta) -> types.CandidateChunk:
+    matched = delta.WhichOneof("matched")
+    return types.CandidateChunk(
+        delta.index,
+        delta.text,
+        tuple(delta.token_ids),
+        FINISH_REASONS.get(delta.finish_reason),
+        None if matched is None else getattr(delta, matched),
+        delta.cumulative_logprob,
+    )
+
+
+def _read_health(reply: health_pb2.HealthCheckResponse) -> types.Health:
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return types.Health(reply.status == health_pb2.HealthCheckResponse.SERVING, name)
+
+
+def _read_model(reply: inference_pb2.ModelDescription) -> types.ModelDescription:
+    return types.ModelDescription(
+        reply.name,
+        reply.max_model_len,
+        reply.vocab_size,
+        tuple(reply.eos_token_ids),
+        reply.has_chat_template,
+        read_geometry(reply.geometry) if reply.HasField("geometry") else None,
+        reply.attention_backend,
+    )
+
+
+def read_geometry(reply: types_pb2.PoolGeometry) -> types.PoolGeometry:
+    return types.PoolGeometry(
+        reply.num_blocks,
+        reply.block_size,
+        reply.max_model_len,
+        reply.kv_bytes_per_block,
+        reply.kv_dtype,
+        reply.num_host_blocks,
+    )
+
+
+def _read_requests(reply: inference_pb2.ListRequestsReply) -> tuple[types.RequestSummary, ...]:
+    return tuple(
+        types.RequestSummary(
+            request.request_id,
+            request.status,
+            request.num_prompt_tokens,
+            request.num_candidates,
+            request.num_output_tokens,
+        )
+        for request in reply.requests
+    )
+
+
+# ---------------------------------------------------------------- errors
+
+
+def error_of(failure: grpc.RpcError) -> OctavoError:
+    """The SDK's error for a failed call: by the server's ErrorInfo, else by the status code."""
+    try:
+        told = ServiceError.from_rpc_error(failure)
+    except DecodeError:
+        told = None  # another kind of server's details
+    if told is not None:
+        cls = class_of_code(REASONS[told.reason].code)
+        return cls(told.message, reason=told.reason, retry_after_ms=told.retry_after_ms)
+    # Both kinds of failed call have these; their common base class does not say so.
+    call: Any = failure
+    code: grpc.StatusCode = call.code() or grpc.StatusCode.UNKNOWN
+    return class_of_code(code)(call.details() or code.value[1], reason=code.name)
+
+
+def _broken(message: str) -> RpcError:
+    return RpcError(message, reason="INTERNAL")

@@ -1,0 +1,89 @@
+"""What other people's code may rely on: the public names, and a cheap `import octavo`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import octavo
+from octavo import errors
+from octavo.service.errors import REASONS
+
+PUBLIC_NAMES = [
+    "AlreadyExistsError",
+    "AsyncClient",
+    "Candidate",
+    "CandidateChunk",
+    "Chunk",
+    "Client",
+    "DeadlineExceededError",
+    "FinishReason",
+    "Generation",
+    "Health",
+    "InvalidArgumentError",
+    "Message",
+    "ModelDescription",
+    "NotFoundError",
+    "OctavoError",
+    "OverloadedError",
+    "PoolGeometry",
+    "RequestSummary",
+    "RpcError",
+    "SamplingParams",
+    "UnavailableError",
+]
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert sorted(octavo.__all__) == PUBLIC_NAMES
+    assert all(getattr(octavo, name).__name__ == name for name in PUBLIC_NAMES)
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
+    classes = dict(inspect.getmembers(errors, inspect.isclass))
+    drawn = {
+        line.replace("└──", "").replace("├──", "").split()[0]
+        for line in (errors.__doc__ or "").splitlines()
+        if "──" in line
+    }
+    assert drawn == {name for name in classes if name.endswith("Error")}
+    assert all(issubclass(classes[name], errors.OctavoError) for name in drawn)
+    assert all(classes[name].__bases__ == (errors.OctavoError,) for name in drawn - {"OctavoError"})
+
+
+def test_every_reason_of_the_servers_has_a_class() -> None:
+    for reason in REASONS.values():
+        assert issubclass(errors.class_of_code(reason.code), errors.OctavoError)
+
+
+def test_an_error_survives_pickling() -> None:
+    error = errors.OverloadedError("full", reason="QUEUE_FULL", retry_after_ms=7)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.message, again.reason, again.retry_after_ms) == (
+        errors.OverloadedError,
+        "full",
+        "QUEUE_FULL",
+        7,
+    )
+    assert str(again) == "full [QUEUE_FULL]"
+
+
+def test_the_types_show_nothing_of_the_wire() -> None:
+    types = importlib.import_module("octavo.types")
+    source = inspect.getsource(types)
+    assert "pb2" not in source
+    assert "google" not in source
+
+
+def test_import_octavo_loads_neither_grpc_nor_numpy() -> None:
+    script = (
+        "import sys, octavo; print([m for m in ('grpc', 'google.protobuf', 'numpy', 'rich',"
+        " 'typer', 'opentelemetry') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert out.strip() == "[]"
