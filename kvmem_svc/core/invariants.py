@@ -1,0 +1,113 @@
+"""What must always hold. `check_levels` costs nothing and runs after every batch;
+`check_integrity` reads every table and runs whenever the memory falls idle."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from kvmem_svc.core.errors import InvariantViolation
+from kvmem_svc.core.manager import BlockManager
+from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.sequences import SequenceTable, Status
+
+
+def check_levels(pool: BlockPool) -> None:
+    """Each count is kept on its own; together they are the pool."""
+    counts = (pool.num_free, pool.num_in_use, pool.num_quarantined)
+    if sum(counts) != pool.num_blocks or min(counts) < 0:
+        _violated(
+            f"free {pool.num_free} + in use {pool.num_in_use} + quarantined"
+            f" {pool.num_quarantined} is not {pool.num_blocks}"
+        )
+
+
+def check_integrity(manager: BlockManager) -> None:
+    """Raises InvariantViolation with what does not balance. O(blocks ever used)."""
+    check_levels(manager.pool)
+    _check_sequences(manager.sequences, manager)
+    held = _held_counts(manager.pool, manager.sequences)
+    _check_references(manager.pool, held)
+    _check_each_block_is_once(manager.pool, held)
+    _check_writers(manager.pool, manager.sequences)
+
+
+def _held_counts(pool: BlockPool, table: SequenceTable) -> np.ndarray:
+    """How many table entries hold each block ever used; int64."""
+    entries = [table.tables[row, : table.table_len[row]] for row in table.live_rows()]
+    blocks = np.concatenate(entries) if entries else np.zeros(0, np.int32)
+    used = pool.num_ever_used
+    if blocks.size and not 0 <= blocks.min() <= blocks.max() < used:
+        _violated(f"a table holds block {blocks.min()} or {blocks.max()}, not in 0 .. {used - 1}")
+    return np.bincount(blocks, minlength=used)
+
+
+def _check_references(pool: BlockPool, held: np.ndarray) -> None:
+    ref_counts = pool.ref_counts[: held.size]
+    wrong = np.flatnonzero(ref_counts != held)
+    if wrong.size:
+        block = int(wrong[0])
+        _violated(
+            f"{wrong.size} blocks are miscounted; block {block} has ref_count"
+            f" {ref_counts[block]} and {held[block]} table entries hold it"
+        )
+    if np.count_nonzero(held) != pool.num_in_use:
+        _violated(f"{np.count_nonzero(held)} blocks are held, num_in_use is {pool.num_in_use}")
+
+
+def _check_each_block_is_once(pool: BlockPool, held: np.ndarray) -> None:
+    free = np.bincount(pool.free_blocks(), minlength=held.size)
+    quarantined = np.bincount(pool.quarantined_blocks(), minlength=held.size)
+    places = free + quarantined + (held > 0)
+    wrong = np.flatnonzero(places != 1)
+    if wrong.size:
+        block = int(wrong[0])
+        _violated(
+            f"{wrong.size} blocks are not in exactly one place; block {block} is"
+            f" {free[block]} times free, {quarantined[block]} times in quarantine and held by"
+            f" {held[block]} tables"
+        )
+    if int(quarantined.sum()) != pool.num_quarantined:
+        _violated(
+            f"{int(quarantined.sum())} blocks are in quarantine, num_quarantined is"
+            f" {pool.num_quarantined}"
+        )
+
+
+def _check_sequences(table: SequenceTable, manager: BlockManager) -> None:
+    rows = table.live_rows()
+    capacity = table.table_len[rows] * table.block_size
+    waiting = table.status[rows] == Status.WAITING
+    checks = {
+        "is neither waiting nor running": ~waiting & (table.status[rows] != Status.RUNNING),
+        "waits and has blocks": waiting & (table.table_len[rows] != 0),
+        "has more computed than slots": table.num_computed[rows] > capacity,
+        "has more computed than tokens": table.num_computed[rows] > table.length[rows],
+        "is longer than the model": table.length[rows] > table.max_model_len + 1,
+        "is shorter than its prompt": table.length[rows] < table.num_prompt_tokens[rows],
+    }
+    for what, wrong in checks.items():
+        if wrong.any():
+            _violated(f"sequence {table.live_ids[rows[int(wrong.argmax())]]} {what}")
+    if rows.size + table.num_free_rows != table.max_sequences:
+        _violated(f"{rows.size} rows live + {table.num_free_rows} free != {table.max_sequences}")
+    live = {i for record in manager.requests.values() for i in record.live.values()}
+    if live != set(table.live_ids[rows].tolist()):
+        _violated("the records and the table name different live sequences")
+    finished = {f.sequence_id for r in manager.requests.values() for f in r.finished.values()}
+    if finished != set(table.finished):
+        _violated("the records and the table name different finished sequences")
+
+
+def _check_writers(pool: BlockPool, table: SequenceTable) -> None:
+    """A row that is taken for a sole holder must be one: else it would write in place."""
+    for row in table.live_rows():
+        if not table.may_share[row]:
+            blocks = table.tables[row, : table.table_len[row]]
+            if (pool.ref_counts[blocks] > 1).any():
+                _violated(f"sequence {table.live_ids[row]} shares blocks and does not know it")
+
+
+def _violated(what: str) -> NoReturn:
+    raise InvariantViolation(what)

@@ -1,0 +1,416 @@
+"""The block manager: carries out the ops of a batch against the pool and the sequence table.
+
+Every op is all or nothing. Its method first checks and plans, raising OpMistake for a
+caller's mistake and returning NO_FREE_* when the memory is full; only then does it write,
+and from there on it cannot fail. So there is never half an op to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core.batch import OK, OpResult, OpStatus, PoolGeometry
+from kvmem_svc.core.errors import OpMistake
+from kvmem_svc.core.limits import ARRIVE_RANGES
+from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.records import FinishedSequence, RequestRecord
+from kvmem_svc.core.sequences import SequenceTable, Status, require
+from kvmem_svc.core.slots import StepEffects, commit_slots, groups_that_fit, plan_slots
+from kvmem_svc.core.tokens import check_token_ids, commit_tokens, plan_commit
+
+
+class BlockManager:
+    """Owner of one worker's blocks and of every request and sequence."""
+
+    def __init__(self, max_sequences: int, geometry: PoolGeometry) -> None:
+        self.geometry = geometry
+        self.pool = BlockPool(geometry.num_blocks)
+        self.sequences = SequenceTable(max_sequences, geometry)
+        self.requests: dict[str, RequestRecord] = {}
+        self.num_preemptions = 0
+        self._next_arrival_number = 1
+        self._effects = StepEffects()
+        self._carry_out: dict[type, Callable[[Any], OpResult]] = {
+            b.Arrive: self._arrive,
+            b.Admit: self._admit,
+            b.Commit: self._commit,
+            b.Reserve: self._reserve,
+            b.Append: self._append,
+            b.Fork: self._fork,
+            b.Preempt: self._preempt,
+            b.Free: self._free,
+            b.Confirm: self._confirm,
+        }
+
+    def apply(self, ops: Sequence[b.Op]) -> tuple[list[OpResult], StepEffects]:
+        """Carry out `ops` in order. A mistaken or unlucky one leaves the others alone."""
+        self._effects = StepEffects()
+        return [self._apply_one(op) for op in ops], self._effects
+
+    def _apply_one(self, op: b.Op) -> OpResult:
+        try:
+            return self._carry_out[type(op)](op)
+        except OpMistake as mistake:
+            return OpResult(mistake.status, mistake.message)
+
+    # --- pools and epochs --------------------------------------------------------------
+
+    def replace_pool(self, geometry: PoolGeometry) -> None:
+        """Take on a new worker's pool: the KV of the old one is gone, everybody waits again.
+
+        Raises MemoryError, with nothing changed.
+        """
+        pool = BlockPool(geometry.num_blocks)
+        self.sequences.reshape(geometry)
+        self.pool, self.geometry = pool, geometry
+
+    def reclaim_all(self) -> None:
+        """End every sequence and drop every record, as of the step the pool is at."""
+        table = self.sequences
+        for row in table.live_rows().tolist():
+            self.pool.unreference(table.tables[row, : table.table_len[row]])
+            table.remove(row)
+        table.finished.clear()
+        self.requests.clear()
+
+    # --- requests ----------------------------------------------------------------------
+
+    def _arrive(self, op: b.Arrive) -> OpResult:
+        if op.request_id in self.requests:
+            raise OpMistake(OpStatus.ALREADY_EXISTS, f"request {op.request_id!r} is live already")
+        self._check_arrive(op)
+        if not self.sequences.num_free_rows:
+            return self._no_free_sequences(1)
+        record = RequestRecord(
+            op.request_id,
+            self._next_arrival_number,
+            op.num_candidates,
+            op.prompt_token_ids.size,
+            op.tenant,
+            op.request_spec,
+            op.request_digest,
+        )
+        self._next_arrival_number += 1
+        self.requests[op.request_id] = record
+        row = self.sequences.create(record, 0, op.prompt_token_ids)
+        return OpResult(
+            OpStatus.OK, value=b.Arrived(self.sequences.id_of(row), record.arrival_number)
+        )
+
+    def _check_arrive(self, op: b.Arrive) -> None:
+        sizes = {
+            "request_id_bytes": len(op.request_id.encode()),
+            "tenant_bytes": len(op.tenant.encode()),
+            "request_spec_bytes": len(op.request_spec),
+            "request_digest_bytes": len(op.request_digest),
+            "num_candidates": op.num_candidates,
+        }
+        for name, size in sizes.items():
+            if size not in ARRIVE_RANGES[name]:
+                raise OpMistake(
+                    OpStatus.INVALID_ARGUMENT,
+                    f"arrive: {name} is {size}, it must be {ARRIVE_RANGES[name]}",
+                )
+        num_tokens, longest = op.prompt_token_ids.size, self.sequences.max_model_len
+        if not 1 <= num_tokens <= longest:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"arrive: the prompt has {num_tokens} tokens, it must have 1 .. {longest}",
+            )
+        check_token_ids(op.prompt_token_ids)
+
+    def _confirm(self, op: b.Confirm) -> OpResult:
+        record = self.requests.get(op.request_id)
+        if record is None:
+            raise OpMistake(OpStatus.UNKNOWN_REQUEST, f"there is no request {op.request_id!r}")
+        if record.live:
+            raise OpMistake(
+                OpStatus.INVALID_STATE,
+                f"confirm: request {op.request_id!r} still has {len(record.live)} live"
+                f" sequences, {sorted(record.live.values())}",
+            )
+        for finished in record.finished.values():
+            del self.sequences.finished[finished.sequence_id]
+        del self.requests[op.request_id]
+        return OK
+
+    # --- blocks for a first time, and back ---------------------------------------------
+
+    def _admit(self, op: b.Admit) -> OpResult:
+        table = self.sequences
+        rows = table.distinct_rows([member.sequence_id for member in op.members])
+        planned: dict[int, int] = {}  # row of an earlier member -> blocks it will have
+        needed = 0
+        for member, row in zip(op.members, rows, strict=True):
+            require(table.status_of(row), "admit", member.sequence_id)
+            num_blocks = self._num_blocks(member)
+            if member.num_shared_blocks:
+                self._check_share(member, row, planned)
+            planned[row] = num_blocks
+            needed += num_blocks - member.num_shared_blocks
+        if needed > self.pool.num_free:
+            return self._no_free_blocks("admit", needed)
+        tables = [
+            self._give_table(member, row, planned[row])
+            for member, row in zip(op.members, rows, strict=True)
+        ]
+        return OpResult(OpStatus.OK, value=b.Admitted(tables))
+
+    def _num_blocks(self, member: b.AdmitMember) -> int:
+        table = self.sequences
+        num_blocks = -(-member.num_slots // table.block_size)
+        if not 1 <= member.num_slots <= table.max_model_len:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"admit: num_slots of sequence {member.sequence_id} is {member.num_slots}, it"
+                f" must be 1 .. {table.max_model_len}",
+            )
+        if not 0 <= member.num_shared_blocks <= num_blocks:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"admit: num_shared_blocks of sequence {member.sequence_id} is"
+                f" {member.num_shared_blocks}, it must be 0 .. {num_blocks}",
+            )
+        return num_blocks
+
+    def _check_share(self, member: b.AdmitMember, row: int, planned: dict[int, int]) -> None:
+        """Only the same tokens of the same tenant may be shared: anything else is corruption."""
+        table = self.sequences
+        source = table.row_of(member.share_from)
+        available = planned.get(source)
+        if available is None:
+            require(table.status_of(source), "share from", member.share_from)
+            available = int(table.table_len[source])
+        num_tokens = member.num_shared_blocks * table.block_size
+        who = f"admit: sequence {member.sequence_id} cannot share {member.num_shared_blocks} blocks"
+        whose = f"of sequence {member.share_from}"
+        if source == row or member.num_shared_blocks > available:
+            raise OpMistake(OpStatus.INVALID_ARGUMENT, f"{who} {whose}, which has {available}")
+        if table.record_of(source).tenant != table.record_of(row).tenant:
+            raise OpMistake(OpStatus.INVALID_ARGUMENT, f"{who} {whose}: it is another tenant's")
+        shortest = int(min(table.length[source], table.length[row]))
+        same = num_tokens <= shortest and np.array_equal(
+            table.tokens[source, :num_tokens], table.tokens[row, :num_tokens]
+        )
+        if not same:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"{who} {whose}: their first {num_tokens} tokens are not the same",
+            )
+
+    def _give_table(self, member: b.AdmitMember, row: int, num_blocks: int) -> b.BlockTable:
+        table, num_shared = self.sequences, member.num_shared_blocks
+        if num_shared:
+            source = table.row_of(member.share_from)
+            shared = table.tables[source, :num_shared]
+            self.pool.reference(shared)
+            table.tables[row, :num_shared] = shared
+            table.may_share[source] = table.may_share[row] = True
+        table.tables[row, num_shared:num_blocks] = self.pool.allocate(num_blocks - num_shared)
+        table.table_len[row] = num_blocks
+        table.num_computed[row] = num_shared * table.block_size
+        table.table_version[row] += 1
+        table.status[row] = Status.RUNNING
+        return b.BlockTable(member.sequence_id, table.table(row), int(table.table_version[row]))
+
+    def _preempt(self, op: b.Preempt) -> OpResult:
+        table = self.sequences
+        rows = table.distinct_rows(list(op.sequence_ids))
+        for row, sequence_id in zip(rows, op.sequence_ids, strict=True):
+            require(table.status_of(row), "preempt", sequence_id)
+        for row in rows:
+            self.pool.unreference(table.table(row))
+            table.empty_table(row)
+            table.status[row] = Status.WAITING
+        self.num_preemptions += len(rows)
+        return OK
+
+    def _free(self, op: b.Free) -> OpResult:
+        if op.finish_reason not in b.FINISH_REASONS:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT, f"free: there is no finish_reason {op.finish_reason}"
+            )
+        table = self.sequences
+        rows = table.distinct_rows(list(op.sequence_ids))
+        for row, sequence_id in zip(rows, op.sequence_ids, strict=True):
+            require(table.status_of(row), "free", sequence_id)
+        for row in rows:
+            self._finish(row, b.FinishReason(op.finish_reason))
+        return OK
+
+    def _finish(self, row: int, reason: b.FinishReason) -> None:
+        table = self.sequences
+        self.pool.unreference(table.table(row))
+        finished = FinishedSequence(
+            table.id_of(row),
+            table.record_of(row).request_id,
+            int(table.candidate[row]),
+            table.tokens[row, : table.length[row]].copy(),
+            int(table.num_prompt_tokens[row]),
+            int(table.num_computed[row]),
+            int(table.table_version[row]),
+            reason,
+            table.scheduler_states[row],
+        )
+        record = table.remove(row)
+        record.finished[finished.candidate] = finished
+        table.finished[finished.sequence_id] = finished
+
+    # --- steps -------------------------------------------------------------------------
+
+    def _commit(self, op: b.Commit) -> OpResult:
+        commit_tokens(self.sequences, plan_commit(self.sequences, op), op)
+        return OK
+
+    def _reserve(self, op: b.Reserve) -> OpResult:
+        table = self.sequences
+        rows = table.rows_of(op.sequence_ids)
+        self._check_reserve(op, rows)
+        plan = plan_slots(table, self.pool, rows, table.num_computed[rows], op.num_slots)
+        if plan.num_blocks <= self.pool.num_free:
+            commit_slots(table, self.pool, plan, self._effects)
+            return OK
+        sizes = op.group_sizes if op.group_sizes.size else np.ones(rows.size, np.int32)
+        fits = np.array(groups_that_fit(plan, sizes, self.pool), np.bool_)
+        kept = np.repeat(fits, sizes)
+        rows = rows[kept]
+        plan = plan_slots(table, self.pool, rows, table.num_computed[rows], op.num_slots[kept])
+        commit_slots(table, self.pool, plan, self._effects)
+        failed = np.flatnonzero(~fits).astype(np.int32)
+        return OpResult(
+            OpStatus.NO_FREE_BLOCKS,
+            f"reserve: {failed.size} of {fits.size} groups got no blocks,"
+            f" {self.pool.num_free} are free",
+            b.Reserved(failed),
+        )
+
+    def _check_reserve(self, op: b.Reserve, rows: np.ndarray) -> None:
+        table = self.sequences
+        running = table.status[rows] == Status.RUNNING
+        if not running.all():
+            at = int(running.argmin())
+            require(table.status_of(int(rows[at])), "reserve", int(op.sequence_ids[at]))
+        if op.num_slots.size != rows.size:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"reserve: {op.num_slots.size} num_slots for {rows.size} sequences",
+            )
+        if rows.size and not 0 <= op.num_slots.min() <= op.num_slots.max() <= table.max_model_len:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"reserve: num_slots of {int(op.num_slots.min())} .. {int(op.num_slots.max())},"
+                f" they must be 0 .. {table.max_model_len}",
+            )
+        sizes = op.group_sizes
+        if sizes.size and (sizes.min() < 1 or int(sizes.sum(dtype=np.int64)) != rows.size):
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"reserve: group_sizes must be from 1 on and add up to {rows.size}, not from"
+                f" {int(sizes.min())} on and {int(sizes.sum(dtype=np.int64))}",
+            )
+
+    def _append(self, op: b.Append) -> OpResult:
+        table = self.sequences
+        row = table.row_of(op.sequence_id)
+        require(table.status_of(row), "append", op.sequence_id)
+        check_token_ids(op.token_ids)
+        length = int(table.length[row])
+        new_length = length + op.token_ids.size
+        if new_length > table.max_model_len:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"append: sequence {op.sequence_id} would have {new_length} tokens, at most"
+                f" {table.max_model_len} have slots",
+            )
+        rows = np.array([row], np.intp)
+        plan = plan_slots(
+            table, self.pool, rows, np.array([length], np.int32), np.array([new_length], np.int32)
+        )
+        if plan.num_blocks > self.pool.num_free:
+            return self._no_free_blocks("append", plan.num_blocks)
+        table.tokens[row, length:new_length] = op.token_ids
+        table.length[row] = new_length
+        table.num_computed[row] = length
+        commit_slots(table, self.pool, plan, self._effects)
+        return OK
+
+    def _fork(self, op: b.Fork) -> OpResult:
+        table = self.sequences
+        parent = table.row_of(op.sequence_id)
+        candidates = self._check_fork(op, parent)
+        if op.num_children > table.num_free_rows:
+            return self._no_free_sequences(op.num_children)
+        record, blocks = table.record_of(parent), table.table(parent)
+        tokens = table.tokens[parent, : table.length[parent]]
+        self.pool.reference(blocks, op.num_children)
+        children = [self._create_child(record, c, parent, tokens) for c in candidates]
+        if op.token_ids.size:
+            family = np.array([parent, *children], np.intp)
+            table.tokens[family, table.length[family]] = op.token_ids
+            table.length[family] += 1
+        table.may_share[parent] = True
+        return OpResult(
+            OpStatus.OK, value=b.Forked([table.id_of(child) for child in children], blocks)
+        )
+
+    def _check_fork(self, op: b.Fork, parent: int) -> list[int]:
+        """The candidate numbers of the children. Raises OpMistake."""
+        table = self.sequences
+        require(table.status_of(parent), "fork", op.sequence_id)
+        check_token_ids(op.token_ids)
+        candidates = table.record_of(parent).free_candidates()
+        if not 1 <= op.num_children <= len(candidates):
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"fork: num_children of sequence {op.sequence_id} is {op.num_children}, its"
+                f" request has {len(candidates)} free candidate numbers",
+            )
+        if op.token_ids.size not in (0, 1 + op.num_children):
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"fork: {op.token_ids.size} token ids for a parent and {op.num_children} children",
+            )
+        if op.token_ids.size and table.length[parent] > table.max_model_len:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"fork: sequence {op.sequence_id} has {int(table.length[parent])} tokens and no"
+                " room for another",
+            )
+        return candidates[: op.num_children]
+
+    def _create_child(
+        self, record: RequestRecord, candidate: int, parent: int, tokens: b.Column
+    ) -> int:
+        """A sequence that holds what the parent holds; its table starts at version 1."""
+        table = self.sequences
+        pruned = record.finished.pop(candidate, None)
+        if pruned is not None:
+            del table.finished[pruned.sequence_id]
+        child = table.create(record, candidate, tokens)
+        num_blocks = table.table_len[parent]
+        table.tables[child, :num_blocks] = table.tables[parent, :num_blocks]
+        table.table_len[child] = num_blocks
+        table.table_version[child] = 1
+        table.num_computed[child] = table.num_computed[parent]
+        table.scheduler_states[child] = table.scheduler_states[parent]
+        table.status[child] = Status.RUNNING
+        table.may_share[child] = True
+        return child
+
+    # --- normal results of a full memory -----------------------------------------------
+
+    def _no_free_blocks(self, op: str, needed: int) -> OpResult:
+        return OpResult(
+            OpStatus.NO_FREE_BLOCKS,
+            f"{op}: {needed} blocks are needed, {self.pool.num_free} are free",
+        )
+
+    def _no_free_sequences(self, needed: int) -> OpResult:
+        return OpResult(
+            OpStatus.NO_FREE_SEQUENCES,
+            f"{needed} sequences are needed, {self.sequences.num_free_rows} are free",
+        )

@@ -1,0 +1,148 @@
+"""The block pool: which physical blocks are free, in use, or waiting for a step to end.
+
+Reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023, §4.4). The
+quarantine is Octavo's own: a worker runs steps behind the memory service's back, so a block
+that nobody refers to any more may still be read or written by a step in flight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks = npt.NDArray[np.integer]
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1. Every operation costs O(blocks named), never O(pool).
+
+    `ref_counts` is int32[num_blocks]; only the pages of blocks ever handed out are touched,
+    and so are those of the free list: a stack of returned blocks above the ones not used yet.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.num_in_use = 0
+        self.num_quarantined = 0
+        self.peak_in_use = 0
+        self.num_allocations = 0
+        self.num_freed = 0
+        self.num_copies_on_write = 0
+        self._returned = np.empty(num_blocks, np.int32)
+        self._num_returned = 0
+        self._num_ever_used = 0
+        # Release step -> blocks. At most one key per step in flight, and one more.
+        self._quarantine: dict[int, list[Blocks]] = {}
+        self._step_id = 0
+        self._acknowledged_step = 0
+        # Destination -> source of the copies that the step being prepared will make.
+        self._step_copies: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._num_returned + self.num_blocks - self._num_ever_used
+
+    @property
+    def num_ever_used(self) -> int:
+        """Blocks with an id of this or above have never been handed out."""
+        return self._num_ever_used
+
+    def free_blocks(self) -> Blocks:
+        """The returned part of the free list, top last; int32. For integrity checks."""
+        return self._returned[: self._num_returned]
+
+    def quarantined_blocks(self) -> Blocks:
+        """All blocks in quarantine, int32, in no special order. For integrity checks."""
+        held = [blocks for group in self._quarantine.values() for blocks in group]
+        return np.concatenate(held) if held else np.zeros(0, np.int32)
+
+    def begin_step(self, step_id: int, acknowledged_step: int) -> None:
+        """Step `step_id` is being prepared; what waited for `acknowledged_step` is free."""
+        if step_id != self._step_id or acknowledged_step >= step_id:
+            self._step_copies.clear()
+        self._step_id = step_id
+        self._acknowledged_step = acknowledged_step
+        for due in [step for step in self._quarantine if step <= acknowledged_step]:
+            for blocks in self._quarantine.pop(due):
+                self.num_quarantined -= blocks.size
+                self._put_back(blocks)
+
+    def allocate(self, count: int) -> Blocks:
+        """Take `count` free blocks, each with one reference; int32[count].
+
+        The caller has planned: asking for more than `num_free` is a bug.
+        """
+        assert 0 <= count <= self.num_free, f"{count} blocks of {self.num_free} free ones"
+        num_again = min(count, self._num_returned)
+        top = self._num_returned - num_again
+        blocks = self._returned[top : self._num_returned][::-1].copy()
+        self._num_returned = top
+        if num_again < count:
+            start = self._num_ever_used
+            self._num_ever_used = start + count - num_again
+            first_time = np.arange(start, self._num_ever_used, dtype=np.int32)
+            blocks = np.concatenate((blocks, first_time)) if num_again else first_time
+        self.ref_counts[blocks] = 1
+        self.num_in_use += count
+        self.num_allocations += count
+        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+        return blocks
+
+    def reference(self, blocks: Blocks, count: int = 1) -> None:
+        """Add `count` references to each of `blocks` (distinct, in use)."""
+        self.ref_counts[blocks] += count
+
+    def unreference(self, blocks: Blocks) -> None:
+        """Drop one reference to each of `blocks` (distinct); the last one retires a block."""
+        left = self.ref_counts[blocks] - 1
+        self.ref_counts[blocks] = left
+        retired = blocks[left == 0]
+        if retired.size:
+            self._retire(retired)
+
+    def copy_on_write(self, sources: Blocks, destinations: Blocks) -> Blocks:
+        """Note that the step being prepared copies sources -> destinations.
+
+        Each source loses one reference, of several; a source may be named more than once.
+        Both sides are held until the step is acknowledged. Returns the blocks to read from:
+        a source which the same step fills by a copy is replaced by where that one reads, so
+        the copies of a step may be carried out in any order or at once.
+        """
+        np.subtract.at(self.ref_counts, sources, 1)
+        self.num_copies_on_write += sources.size
+        source_ids: list[int] = sources.tolist()
+        origins = [self._step_copies.get(block, block) for block in source_ids]
+        self._step_copies.update(zip(destinations.tolist(), origins, strict=True))
+        return np.array(origins, np.int32)
+
+    def _retire(self, blocks: Blocks) -> None:
+        """Blocks whose last reference is gone wait for the newest step that could touch them.
+
+        That is the newest one issued, step_id - 1, or for a block which the step being
+        prepared copies from or to, that step itself.
+        """
+        self.num_in_use -= blocks.size
+        self.num_freed += blocks.size
+        if self._step_copies:
+            in_copy = np.isin(blocks, self._blocks_in_copies())
+            self._hold(blocks[in_copy], self._step_id)
+            blocks = blocks[~in_copy]
+        newest_issued_step = self._step_id - 1
+        if newest_issued_step <= self._acknowledged_step:
+            self._put_back(blocks)
+        else:
+            self._hold(blocks, newest_issued_step)
+
+    def _blocks_in_copies(self) -> Blocks:
+        return np.array([*self._step_copies.keys(), *self._step_copies.values()], np.int32)
+
+    def _hold(self, blocks: Blocks, release_step: int) -> None:
+        if blocks.size:
+            self._quarantine.setdefault(release_step, []).append(blocks)
+            self.num_quarantined += blocks.size
+
+    def _put_back(self, blocks: Blocks) -> None:
+        top = self._num_returned + blocks.size
+        self._returned[self._num_returned : top] = blocks
+        self._num_returned = top

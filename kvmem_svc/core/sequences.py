@@ -1,0 +1,221 @@
+"""The sequence table: one row of numpy columns per live sequence.
+
+A sequence id is generation << 32 | row. The generation of a row grows when its sequence
+ends, so an id is never used twice, and a column of ids is looked up in one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmem_svc.core.batch import Column, OpStatus, PoolGeometry
+from kvmem_svc.core.errors import OpMistake
+from kvmem_svc.core.records import FinishedSequence, RequestRecord
+
+Rows = npt.NDArray[np.intp]
+
+ROW_MASK = 0xFFFFFFFF
+
+
+class Status(IntEnum):
+    """Where a sequence is in its life; numbered as on the wire."""
+
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+# op -> {status before: status after}. What is not here is refused.
+TRANSITIONS: Mapping[str, Mapping[Status, Status]] = {
+    "admit": {Status.WAITING: Status.RUNNING},
+    "commit": {Status.WAITING: Status.WAITING, Status.RUNNING: Status.RUNNING},
+    "reserve": {Status.RUNNING: Status.RUNNING},
+    "append": {Status.RUNNING: Status.RUNNING},
+    "fork": {Status.RUNNING: Status.RUNNING},
+    "share from": {Status.RUNNING: Status.RUNNING},
+    "preempt": {Status.RUNNING: Status.WAITING},
+    "free": {Status.WAITING: Status.FINISHED, Status.RUNNING: Status.FINISHED},
+}
+
+
+def require(status: Status, op: str, sequence_id: int) -> Status:
+    """The status after `op`. Raises OpMistake INVALID_STATE where the table has none."""
+    after = TRANSITIONS[op].get(status)
+    if after is None:
+        allowed = " or ".join(before.name for before in TRANSITIONS[op])
+        raise OpMistake(
+            OpStatus.INVALID_STATE,
+            f"{op}: sequence {sequence_id} is {status.name}, it must be {allowed}",
+        )
+    return after
+
+
+class SequenceTable:
+    """Rows 0 .. max_sequences - 1. Matrices are zeros that the system backs when touched.
+
+    length, num_computed, table_len, table_version, candidate, num_prompt_tokens: int32[rows];
+    status: uint8[rows], 0 for an empty row; may_share: bool[rows], False only when no block of
+    the row can have another holder. tables: int32[rows, max_blocks_per_sequence]; tokens:
+    int32[rows, max_model_len + 1], for the last token drawn never needs a slot.
+    """
+
+    def __init__(self, max_sequences: int, geometry: PoolGeometry) -> None:
+        self.max_sequences = max_sequences
+        self.live_ids = np.zeros(max_sequences, np.uint64)
+        self.length = np.zeros(max_sequences, np.int32)
+        self.num_computed = np.zeros(max_sequences, np.int32)
+        self.table_len = np.zeros(max_sequences, np.int32)
+        self.table_version = np.zeros(max_sequences, np.int32)
+        self.candidate = np.zeros(max_sequences, np.int32)
+        self.num_prompt_tokens = np.zeros(max_sequences, np.int32)
+        self.status = np.zeros(max_sequences, np.uint8)
+        self.may_share = np.zeros(max_sequences, np.bool_)
+        self.scheduler_states: list[bytes] = [b""] * max_sequences
+        self.records: list[RequestRecord | None] = [None] * max_sequences
+        # Ids of sequences that ended and whose request is not confirmed yet.
+        self.finished: dict[int, FinishedSequence] = {}
+        self._generation = [1] * max_sequences
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._stamps = np.zeros(max_sequences, np.intp)
+        self._ordinals = np.arange(max_sequences, dtype=np.intp)
+        self.reshape(geometry)
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def live_rows(self) -> Rows:
+        """Rows of all live sequences, lowest first."""
+        return np.flatnonzero(self.live_ids)
+
+    def reshape(self, geometry: PoolGeometry) -> None:
+        """Take on another pool's geometry: tokens stay, every table is emptied, all wait.
+
+        Raises MemoryError, with nothing changed.
+        """
+        max_blocks = -(-geometry.max_model_len // geometry.block_size)
+        tables = np.zeros((self.max_sequences, max_blocks), np.int32)
+        tokens = np.zeros((self.max_sequences, geometry.max_model_len + 1), np.int32)
+        for row in self.live_rows().tolist():
+            length = self.length[row]
+            tokens[row, :length] = self.tokens[row, :length]
+            self.empty_table(row)
+            self.status[row] = Status.WAITING
+        self.tables, self.tokens = tables, tokens
+        self.block_size = geometry.block_size
+        self.max_model_len = geometry.max_model_len
+
+    # --- lookup ------------------------------------------------------------------------
+
+    def is_live(self, sequence_id: int) -> bool:
+        row = sequence_id & ROW_MASK
+        return (
+            sequence_id > 0 and row < self.max_sequences and int(self.live_ids[row]) == sequence_id
+        )
+
+    def row_of(self, sequence_id: int) -> int:
+        """The row of a live sequence. Raises OpMistake for one that is finished or unknown."""
+        if not self.is_live(sequence_id):
+            raise self._not_live(sequence_id)
+        return sequence_id & ROW_MASK
+
+    def rows_of(self, sequence_ids: Column) -> Rows:
+        """The rows of a uint64 column of distinct live sequences. Raises OpMistake."""
+        rows = (sequence_ids & np.uint64(ROW_MASK)).astype(np.intp)
+        live = (self.live_ids.take(rows, mode="clip") == sequence_ids) & (sequence_ids != 0)
+        if not live.all():
+            raise self._not_live(int(sequence_ids[int(live.argmin())]))
+        if rows.size > self.max_sequences:
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"{rows.size} sequences are named, there are at most {self.max_sequences}",
+            )
+        # Each row is stamped with its position; a repeated row keeps the last stamp only.
+        positions = self._ordinals[: rows.size]
+        self._stamps[rows] = positions
+        first_seen = self._stamps[rows] == positions
+        if not first_seen.all():
+            raise OpMistake(
+                OpStatus.INVALID_ARGUMENT,
+                f"sequence {int(sequence_ids[int(first_seen.argmin())])} is named twice",
+            )
+        return rows
+
+    def distinct_rows(self, sequence_ids: list[int]) -> list[int]:
+        """As `rows_of`, for a few ids. Raises OpMistake."""
+        seen: set[int] = set()
+        for sequence_id in sequence_ids:
+            if sequence_id in seen:
+                raise OpMistake(OpStatus.INVALID_ARGUMENT, f"sequence {sequence_id} is named twice")
+            seen.add(sequence_id)
+        return [self.row_of(sequence_id) for sequence_id in sequence_ids]
+
+    def _not_live(self, sequence_id: int) -> OpMistake:
+        if sequence_id in self.finished:
+            return OpMistake(OpStatus.INVALID_STATE, f"sequence {sequence_id} is already finished")
+        return OpMistake(OpStatus.UNKNOWN_SEQUENCE, f"there is no sequence {sequence_id}")
+
+    def status_of(self, row: int) -> Status:
+        return Status(int(self.status[row]))
+
+    def id_of(self, row: int) -> int:
+        return int(self.live_ids[row])
+
+    def record_of(self, row: int) -> RequestRecord:
+        record = self.records[row]
+        assert record is not None, f"row {row} has no record"
+        return record
+
+    def table(self, row: int) -> Column:
+        """A copy of the row's block table, int32[table_len]."""
+        return self.tables[row, : self.table_len[row]].copy()
+
+    # --- life --------------------------------------------------------------------------
+
+    def create(self, record: RequestRecord, candidate: int, token_ids: Column) -> int:
+        """Fill an empty row with a WAITING sequence; returns the row. One must be free."""
+        row = self._free_rows.pop()
+        sequence_id = self._generation[row] << 32 | row
+        self.live_ids[row] = sequence_id
+        self.tokens[row, : token_ids.size] = token_ids
+        self.length[row] = token_ids.size
+        self.num_prompt_tokens[row] = record.num_prompt_tokens
+        self.candidate[row] = candidate
+        self.status[row] = Status.WAITING
+        self.records[row] = record
+        record.live[candidate] = sequence_id
+        return row
+
+    def empty_table(self, row: int) -> None:
+        """Forget the row's blocks and what was computed in them."""
+        if self.table_len[row]:
+            self.table_version[row] += 1
+        self.table_len[row] = 0
+        self.num_computed[row] = 0
+        self.may_share[row] = False
+
+    def remove(self, row: int) -> RequestRecord:
+        """Clear a row whose blocks are gone; its id is never given again."""
+        record = self.record_of(row)
+        del record.live[int(self.candidate[row])]
+        for column in (
+            self.live_ids,
+            self.length,
+            self.num_computed,
+            self.table_len,
+            self.table_version,
+            self.candidate,
+            self.num_prompt_tokens,
+            self.status,
+            self.may_share,
+        ):
+            column[row] = 0
+        self.records[row] = None
+        self.scheduler_states[row] = b""
+        self._generation[row] += 1
+        self._free_rows.append(row)
+        return record

@@ -1,0 +1,202 @@
+"""Making slots: new blocks at the end of tables, copies of shared blocks about to be written.
+
+Plan, then commit: a plan reads the tables and says what is needed; committing it takes the
+blocks and cannot fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmem_svc.core.batch import (
+    NO_COPIES,
+    NO_DELTAS,
+    NO_INT32,
+    BlockCopies,
+    Column,
+    TableDeltas,
+)
+from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.sequences import Rows, SequenceTable
+
+
+class StepEffects:
+    """What the ops of one batch change for the worker, gathered op by op."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TableDeltas] = []
+        self._copies: list[BlockCopies] = []
+
+    def add(self, deltas: TableDeltas, copies: BlockCopies) -> None:
+        if deltas.sequence_ids.size:
+            self._deltas.append(deltas)
+        if copies.src_block_ids.size:
+            self._copies.append(copies)
+
+    def deltas(self) -> TableDeltas:
+        if len(self._deltas) < 2:
+            return self._deltas[0] if self._deltas else NO_DELTAS
+        return TableDeltas(
+            np.concatenate([d.sequence_ids for d in self._deltas]),
+            np.concatenate([d.table_indices for d in self._deltas]),
+            np.concatenate([d.block_ids for d in self._deltas]),
+            np.concatenate([d.table_versions for d in self._deltas]),
+        )
+
+    def copies(self) -> BlockCopies:
+        if len(self._copies) < 2:
+            return self._copies[0] if self._copies else NO_COPIES
+        return BlockCopies(
+            np.concatenate([c.src_block_ids for c in self._copies]),
+            np.concatenate([c.dst_block_ids for c in self._copies]),
+        )
+
+
+@dataclass(slots=True)
+class SharedWrites:
+    """Existing blocks with ref_count > 1 that lie in a range about to be written.
+
+    One a row, in order of the plan's rows: `owner` is a position in the plan's rows,
+    `table_index` the entry and `block_id` what it holds. int32/intp[W].
+    """
+
+    owner: Column
+    table_index: Column
+    block_id: Column
+
+
+NO_SHARED_WRITES = SharedWrites(NO_INT32, NO_INT32, NO_INT32)
+
+
+@dataclass(slots=True)
+class SlotPlan:
+    """What it takes to make slots for `rows`.
+
+    `num_new[i]` blocks at the end of table i; a copy for the shared writes in `to_copy`
+    (positions in `shared`): of m writers of a block with ref_count r the first min(m, r - 1)
+    copy, and if nobody else holds it the last one writes in place.
+    """
+
+    rows: Rows
+    num_new: Column
+    shared: SharedWrites
+    to_copy: Column
+    num_blocks: int
+
+
+def plan_slots(
+    sequences: SequenceTable,
+    pool: BlockPool,
+    rows: Rows,
+    num_computed: Column,
+    num_slots: Column,
+) -> SlotPlan:
+    """Plan slots [num_computed, num_slots) of each of `rows` to exist and be writable."""
+    block_size = sequences.block_size
+    num_blocks = (num_slots + (block_size - 1)) // block_size
+    table_len = sequences.table_len[rows]
+    num_new = np.maximum(num_blocks - table_len, 0)
+    shared, to_copy = NO_SHARED_WRITES, NO_INT32
+    may_share = sequences.may_share[rows]
+    if may_share.any():
+        first = num_computed // block_size
+        end = np.minimum(num_blocks, table_len)
+        writes = may_share & (num_slots > num_computed) & (end > first)
+        shared = _shared_writes(sequences, pool, rows, first, np.where(writes, end - first, 0))
+        to_copy = _first_writers(pool, shared.block_id)
+    return SlotPlan(rows, num_new, shared, to_copy, int(num_new.sum()) + to_copy.size)
+
+
+def _shared_writes(
+    sequences: SequenceTable, pool: BlockPool, rows: Rows, first: Column, span: Column
+) -> SharedWrites:
+    owner, offset = expand(span)
+    table_index = first[owner] + offset
+    block_id = sequences.tables[rows[owner], table_index]
+    is_shared = pool.ref_counts[block_id] > 1
+    return SharedWrites(owner[is_shared], table_index[is_shared], block_id[is_shared])
+
+
+def _first_writers(pool: BlockPool, block_id: Column) -> Column:
+    """Positions of the writers that must copy, in order."""
+    order = np.argsort(block_id, kind="stable")
+    grouped = block_id[order]
+    starts = np.flatnonzero(np.diff(grouped, prepend=-1))
+    rank = np.arange(grouped.size) - np.repeat(starts, np.diff(starts, append=grouped.size))
+    return np.sort(order[rank < pool.ref_counts[grouped] - 1])
+
+
+def expand(counts: Column) -> tuple[Rows, Column]:
+    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
+    owner = np.repeat(np.arange(counts.size), counts)
+    start = np.cumsum(counts) - counts
+    return owner, np.arange(owner.size) - start[owner]
+
+
+def commit_slots(
+    sequences: SequenceTable, pool: BlockPool, plan: SlotPlan, effects: StepEffects
+) -> None:
+    """Carry out a plan that fits: `plan.num_blocks` are free."""
+    if not plan.num_blocks:
+        return
+    rows = plan.rows
+    blocks = pool.allocate(plan.num_blocks)
+    num_copies = plan.to_copy.size
+    if int(plan.num_new.max()) == 1 and not num_copies:  # steady decode: one more at the end
+        owner = np.flatnonzero(plan.num_new)
+        table_index = sequences.table_len[rows[owner]]
+    else:
+        owner, offset = expand(plan.num_new)
+        table_index = sequences.table_len[rows[owner]] + offset
+    copies = NO_COPIES
+    if num_copies:
+        sources = plan.shared.block_id[plan.to_copy]
+        copies = BlockCopies(pool.copy_on_write(sources, blocks[:num_copies]), blocks[:num_copies])
+        owner = np.concatenate((plan.shared.owner[plan.to_copy], owner))
+        table_index = np.concatenate((plan.shared.table_index[plan.to_copy], table_index))
+    changed_rows = rows[owner]
+    sequences.tables[changed_rows, table_index] = blocks
+    sequences.table_len[rows] += plan.num_new
+    # Once per sequence, however many entries changed: assignment, not accumulation.
+    sequences.table_version[changed_rows] = sequences.table_version[changed_rows] + 1
+    deltas = TableDeltas(
+        sequences.live_ids[changed_rows],
+        table_index.astype(np.int32),
+        blocks,
+        sequences.table_version[changed_rows].astype(np.uint32),
+    )
+    effects.add(deltas, copies)
+
+
+def groups_that_fit(plan: SlotPlan, group_sizes: Column, pool: BlockPool) -> list[bool]:
+    """Which groups get their blocks when not all can: each in order, if it still fits.
+
+    A group that fails leaves its shared blocks shared, so what the later ones must copy is
+    counted along the way.
+    """
+    num_free = pool.num_free
+    shared_of: dict[int, list[int]] = {}
+    for owner, block in zip(plan.shared.owner.tolist(), plan.shared.block_id.tolist(), strict=True):
+        shared_of.setdefault(owner, []).append(block)
+    num_new = plan.num_new.tolist()
+    ref_counts: dict[int, int] = {}
+    fits: list[bool] = []
+    member = 0
+    for size in group_sizes.tolist():
+        needed, dropped = 0, {}
+        for owner in range(member, member + size):
+            needed += num_new[owner]
+            for block in shared_of.get(owner, ()):
+                left = ref_counts.get(block, int(pool.ref_counts[block])) - dropped.get(block, 0)
+                if left > 1:
+                    needed += 1
+                    dropped[block] = dropped.get(block, 0) + 1
+        member += size
+        fits.append(needed <= num_free)
+        if fits[-1]:
+            num_free -= needed
+            for block, count in dropped.items():
+                ref_counts[block] = ref_counts.get(block, int(pool.ref_counts[block])) - count
+    return fits

@@ -1,0 +1,101 @@
+"""Read-only views of sequences, for tools and watchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvmem_svc.core.batch import NO_INT32, Column, FinishReason
+from kvmem_svc.core.errors import UnknownRequest, UnknownSequence
+from kvmem_svc.core.manager import BlockManager
+from kvmem_svc.core.records import RequestRecord
+from kvmem_svc.core.sequences import ROW_MASK, Status
+
+# Table entries that one answer may hold: it must fit a message.
+MAX_VIEWED_BLOCKS = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """block_ids and ref_counts: int32[table_len], empty unless RUNNING."""
+
+    sequence_id: int
+    request_id: str
+    candidate: int
+    status: Status
+    num_tokens: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    table_version: int
+    block_ids: Column
+    ref_counts: Column
+    finish_reason: FinishReason
+
+
+def sequence_view(manager: BlockManager, sequence_id: int) -> SequenceView:
+    """Raises UnknownSequence."""
+    table = manager.sequences
+    finished = table.finished.get(sequence_id)
+    if finished is not None:
+        return SequenceView(
+            sequence_id,
+            finished.request_id,
+            finished.candidate,
+            Status.FINISHED,
+            finished.token_ids.size,
+            finished.num_computed_tokens,
+            finished.num_prompt_tokens,
+            finished.table_version,
+            NO_INT32,
+            NO_INT32,
+            finished.finish_reason,
+        )
+    if not table.is_live(sequence_id):
+        raise UnknownSequence(f"there is no sequence {sequence_id}")
+    row = sequence_id & ROW_MASK
+    blocks = table.table(row)
+    return SequenceView(
+        sequence_id,
+        table.record_of(row).request_id,
+        int(table.candidate[row]),
+        table.status_of(row),
+        int(table.length[row]),
+        int(table.num_computed[row]),
+        int(table.num_prompt_tokens[row]),
+        int(table.table_version[row]),
+        blocks,
+        manager.pool.ref_counts[blocks],
+        FinishReason.UNSPECIFIED,
+    )
+
+
+def sequence_views(
+    manager: BlockManager, sequence_ids: list[int], request_id: str, max_sequences: int
+) -> tuple[list[SequenceView], bool]:
+    """The named sequences, a request's, or all in order of arrival; and whether some are
+    missing, because there are more than `max_sequences` or a message could not hold them.
+
+    Raises UnknownSequence, UnknownRequest.
+    """
+    if not sequence_ids and request_id and request_id not in manager.requests:
+        raise UnknownRequest(f"there is no request {request_id!r}")
+    views: list[SequenceView] = []
+    num_blocks = 0
+    for sequence_id in sequence_ids or _sequence_ids(manager, request_id):
+        view = sequence_view(manager, sequence_id)
+        num_blocks += view.block_ids.size
+        if len(views) == max_sequences or num_blocks > MAX_VIEWED_BLOCKS:
+            return views, True
+        views.append(view)
+    return views, False
+
+
+def _sequence_ids(manager: BlockManager, request_id: str) -> Iterator[int]:
+    records = [manager.requests[request_id]] if request_id else manager.requests.values()
+    for record in records:
+        yield from sequence_ids_of(record)
+
+
+def sequence_ids_of(record: RequestRecord) -> list[int]:
+    """Ids of a request's sequences, live ones first."""
+    return [*record.live.values(), *(f.sequence_id for f in record.finished.values())]
