@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class NoChatTemplateError(ValueError):
@@ -15,25 +16,51 @@ class NoChatTemplateError(ValueError):
 
 
 class Detokenizer:
-    """Decodes one sequence as it grows. The chunks joined equal the full decode."""
+    """Decodes one sequence as it grows. The chunks joined equal the full decode.
 
-    def __init__(self, tokenizer: FastTokenizer) -> None:
+    The window of ids that is decoded anew begins one chunk back, since some decoders strip the
+    space of whatever comes first. (The `tokenizers` library's own DecodeStream raises on runs
+    of byte tokens that are not UTF-8, so it cannot be used on what a model may sample.)
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, byte_token_ids: frozenset[int]) -> None:
+        """`byte_token_ids`: ids that stand for one raw byte (byte fallback)."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._byte_token_ids = byte_token_ids
         self._token_ids: list[int] = []
+        self._window_start = 0
+        self._shown_end = 0
         self._shown_chars = 0
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is unfinished."""
         self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self._shown_chars += len(piece)
+        if token_id in self._byte_token_ids:
+            # One bad byte turns its whole run into replacement characters, so nothing of a
+            # run is certain before it is over.
+            return ""
+        window = self._decode(self._window_start, len(self._token_ids))
+        if window.endswith(REPLACEMENT):
+            return ""
+        shown = self._decode(self._window_start, self._shown_end)
+        piece = window[len(shown) :]
+        if piece:
+            self._window_start, self._shown_end = self._shown_end, len(self._token_ids)
+            self._shown_chars += len(piece)
         return piece
 
     def flush(self) -> str:
-        """What the stream still holds: bytes that never became a character."""
-        full = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        return full[self._shown_chars :]
+        """What is still held: bytes that never became a character."""
+        return self._decode(0, len(self._token_ids))[self._shown_chars :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+
+
+def byte_tokens(tokenizer: FastTokenizer) -> frozenset[int]:
+    """Ids of the byte-fallback tokens `<0x00>` ... `<0xFF>`; empty when there are none."""
+    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 class Tokenizer:
@@ -43,6 +70,7 @@ class Tokenizer:
         """Load from a local folder (or a hub id). Raises OSError when there is none."""
         self._wrapped = _load(path)
         self._fast: FastTokenizer = self._wrapped.backend_tokenizer
+        self._byte_token_ids = byte_tokens(self._fast)
 
     @property
     def has_chat_template(self) -> bool:
@@ -70,7 +98,7 @@ class Tokenizer:
         return tuple(self._fast.encode(text, add_special_tokens=False).ids)
 
     def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._fast)
+        return Detokenizer(self._fast, self._byte_token_ids)
 
 
 def _load(path: str) -> Any:

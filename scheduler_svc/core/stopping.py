@@ -46,9 +46,12 @@ class StopStrings:
         if not self._stops:
             return text, None
         buffer = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        found = [
+            (at + len(stop), at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0
+        ]
         if found:
-            at, stop = min(found)
+            # The one complete first wins, so that the pieces' borders do not matter.
+            _, at, stop = min(found)
             self._held = ""
             return buffer[:at], stop
         keep = self._undecided(buffer)
