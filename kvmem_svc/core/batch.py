@@ -183,8 +183,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
+    """block_ids and table_version: the table that every child starts with."""
+
     child_sequence_ids: Sequence[int]
     block_ids: Column
+    table_version: int
 
 
 @dataclass(frozen=True, slots=True)

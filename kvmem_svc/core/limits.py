@@ -41,5 +41,7 @@ MAX_OPS_PER_BATCH = 8192
 # Cells of the token matrix, max_sequences x (max_model_len + 1): 8 GiB of address space,
 # of which only the pages that hold tokens are ever touched.
 MAX_TOKEN_CELLS = 2**31
+# Records (waiting, running or ended and not yet confirmed) for each row of the sequence table.
+MAX_RECORDS_PER_SEQUENCE = 4
 # Batches whose results are kept for a caller that sends one again.
 REPLY_WINDOW_BATCHES = 8

@@ -15,7 +15,7 @@ import numpy as np
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.batch import OK, OpResult, OpStatus, PoolGeometry
 from kvmem_svc.core.errors import OpMistake
-from kvmem_svc.core.limits import ARRIVE_RANGES
+from kvmem_svc.core.limits import ARRIVE_RANGES, MAX_RECORDS_PER_SEQUENCE
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import SequenceTable, Status, require
@@ -85,6 +85,11 @@ class BlockManager:
         self._check_arrive(op)
         if not self.sequences.num_free_rows:
             return self._no_free_sequences(1)
+        if len(self.requests) >= MAX_RECORDS_PER_SEQUENCE * self.sequences.max_sequences:
+            return OpResult(
+                OpStatus.NO_FREE_SEQUENCES,
+                f"{len(self.requests)} requests are not confirmed yet",
+            )
         record = RequestRecord(
             op.request_id,
             self._next_arrival_number,
@@ -353,9 +358,9 @@ class BlockManager:
             table.tokens[family, table.length[family]] = op.token_ids
             table.length[family] += 1
         table.may_share[parent] = True
-        return OpResult(
-            OpStatus.OK, value=b.Forked([table.id_of(child) for child in children], blocks)
-        )
+        ids = [table.id_of(child) for child in children]
+        version = int(table.table_version[children[0]])
+        return OpResult(OpStatus.OK, value=b.Forked(ids, blocks, version))
 
     def _check_fork(self, op: b.Fork, parent: int) -> list[int]:
         """The candidate numbers of the children. Raises OpMistake."""

@@ -99,3 +99,13 @@ def _sequence_ids(manager: BlockManager, request_id: str) -> Iterator[int]:
 def sequence_ids_of(record: RequestRecord) -> list[int]:
     """Ids of a request's sequences, live ones first."""
     return [*record.live.values(), *(f.sequence_id for f in record.finished.values())]
+
+
+def request_id_of(manager: BlockManager, sequence_id: int) -> str | None:
+    """The request of a live or finished sequence; None when there is no such sequence."""
+    table = manager.sequences
+    if sequence_id in table.finished:
+        return table.finished[sequence_id].request_id
+    if table.is_live(sequence_id):
+        return table.record_of(sequence_id & ROW_MASK).request_id
+    return None

@@ -81,7 +81,8 @@ class KvMemoryServicer:
 
     def Session(self, request_iterator, context):
         """The hot path: one Batch per step, one BatchResult for each. The first message opens
-        the session; the session ends with the stream.
+        the session; the session ends with the stream. Closed by its holder, it is over;
+        broken, it may be resumed for a short grace, unless another session was opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,8 @@ class KvMemoryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """A snapshot of all block tables, then every applied batch with its result.
+        """A snapshot of all block tables, then every applied batch with its result. Another
+        snapshot follows whenever a session or a pool begins: what came before is void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,229 @@
+"""Between the wire's messages and the core's. The only module that knows both in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core.errors import InvalidBatch
+from kvmem_svc.core.memory import PoolStats
+from kvmem_svc.core.views import SequenceView
+from octavo.service.columns import I32, U64, ColumnError, unpack
+from octavo.v1 import kvmem_pb2 as pb
+from octavo.v1 import types_pb2
+
+DIGEST_BYTES = 16
+
+# --- wire to core ----------------------------------------------------------------------
+
+
+def fence_from_pb(fence: types_pb2.Fence) -> b.Fence:
+    return b.Fence(fence.session_id, fence.epoch, fence.kvmem_boot_id, fence.worker_boot_id)
+
+
+def geometry_from_pb(geometry: types_pb2.PoolGeometry) -> b.PoolGeometry:
+    return b.PoolGeometry(
+        geometry.num_blocks,
+        geometry.block_size,
+        geometry.max_model_len,
+        geometry.kv_bytes_per_block,
+        geometry.kv_dtype,
+        geometry.num_host_blocks,
+    )
+
+
+def batch_from_pb(batch: pb.Batch) -> b.Batch:
+    """Raises InvalidBatch for an empty op, an unknown one or a broken column."""
+    step = batch.step
+    try:
+        ops = [_op_from_pb(op) for op in step.ops]
+    except ColumnError as error:
+        raise InvalidBatch(str(error)) from error
+    digest = blake2b(step.SerializeToString(deterministic=True), digest_size=DIGEST_BYTES).digest()
+    return b.Batch(
+        fence_from_pb(batch.fence),
+        batch.batch_seq,
+        step.step_id,
+        step.acknowledged_step,
+        ops,
+        digest,
+    )
+
+
+def _op_from_pb(op: pb.Op) -> b.Op:
+    kind = op.WhichOneof("op")
+    if kind is None:
+        raise InvalidBatch("an op is empty or of a kind unknown here")
+    return _OP_FROM_PB[kind](getattr(op, kind))
+
+
+def _arrive(op: pb.Arrive) -> b.Arrive:
+    return b.Arrive(
+        op.request_id,
+        np.array(op.prompt_token_ids, np.int32),
+        op.num_candidates,
+        op.tenant,
+        op.request_spec,
+        op.request_digest,
+    )
+
+
+def _admit(op: pb.Admit) -> b.Admit:
+    return b.Admit(
+        [
+            b.AdmitMember(m.sequence_id, m.num_slots, m.share_from, m.num_shared_blocks)
+            for m in op.members
+        ]
+    )
+
+
+def _commit(op: pb.Commit) -> b.Commit:
+    return b.Commit(
+        unpack(op.sequence_ids, U64, "commit.sequence_ids"),
+        unpack(op.token_ids, I32, "commit.token_ids"),
+        unpack(op.num_computed_tokens, I32, "commit.num_computed_tokens"),
+        unpack(op.num_tokens, I32, "commit.num_tokens"),
+        [(s.sequence_id, s.scheduler_state) for s in op.states],
+    )
+
+
+def _reserve(op: pb.Reserve) -> b.Reserve:
+    return b.Reserve(
+        unpack(op.sequence_ids, U64, "reserve.sequence_ids"),
+        unpack(op.num_slots, I32, "reserve.num_slots"),
+        unpack(op.group_sizes, I32, "reserve.group_sizes"),
+    )
+
+
+def _append(op: pb.Append) -> b.Append:
+    return b.Append(op.sequence_id, np.array(op.token_ids, np.int32))
+
+
+def _fork(op: pb.Fork) -> b.Fork:
+    return b.Fork(op.sequence_id, op.num_children, np.array(op.token_ids, np.int32))
+
+
+_OP_FROM_PB: Mapping[str, Callable[[Any], b.Op]] = {
+    "arrive": _arrive,
+    "admit": _admit,
+    "commit": _commit,
+    "reserve": _reserve,
+    "append": _append,
+    "fork": _fork,
+    "preempt": lambda op: b.Preempt(list(op.sequence_ids)),
+    "free": lambda op: b.Free(list(op.sequence_ids), op.finish_reason),
+    "confirm": lambda op: b.Confirm(op.request_id),
+}
+
+# --- core to wire ----------------------------------------------------------------------
+
+
+def fence_to_pb(fence: b.Fence) -> types_pb2.Fence:
+    return types_pb2.Fence(
+        session_id=fence.session_id,
+        epoch=fence.epoch,
+        kvmem_boot_id=fence.kvmem_boot_id,
+        worker_boot_id=fence.worker_boot_id,
+    )
+
+
+def geometry_to_pb(geometry: b.PoolGeometry) -> types_pb2.PoolGeometry:
+    return types_pb2.PoolGeometry(
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        max_model_len=geometry.max_model_len,
+        kv_bytes_per_block=geometry.kv_bytes_per_block,
+        kv_dtype=geometry.kv_dtype,
+        num_host_blocks=geometry.num_host_blocks,
+    )
+
+
+def levels_to_pb(levels: b.PoolLevels) -> types_pb2.PoolLevels:
+    return types_pb2.PoolLevels(
+        num_free_blocks=levels.num_free_blocks,
+        num_cached_blocks=levels.num_cached_blocks,
+        num_in_use_blocks=levels.num_in_use_blocks,
+        num_quarantined_blocks=levels.num_quarantined_blocks,
+        num_reserved_blocks=levels.num_reserved_blocks,
+        num_free_sequences=levels.num_free_sequences,
+    )
+
+
+def result_to_pb(result: b.BatchResult) -> pb.BatchResult:
+    message = pb.BatchResult(
+        batch_seq=result.batch_seq,
+        results=[_op_result_to_pb(one) for one in result.results],
+        levels=levels_to_pb(result.levels),
+    )
+    deltas, copies = result.deltas, result.copies
+    if deltas.sequence_ids.size:
+        message.deltas.sequence_ids = deltas.sequence_ids.tobytes()
+        message.deltas.table_indices = deltas.table_indices.tobytes()
+        message.deltas.block_ids = deltas.block_ids.tobytes()
+        message.deltas.table_versions = deltas.table_versions.tobytes()
+    if copies.src_block_ids.size:
+        message.copies.src_block_ids = copies.src_block_ids.tobytes()
+        message.copies.dst_block_ids = copies.dst_block_ids.tobytes()
+    return message
+
+
+def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
+    message = pb.OpResult(status=pb.OpStatus.Name(result.status), message=result.message)
+    match result.value:
+        case None:
+            pass
+        case b.Arrived(sequence_id, arrival_number):
+            message.arrived.sequence_id = sequence_id
+            message.arrived.arrival_number = arrival_number
+        case b.Admitted(tables):
+            message.admitted.SetInParent()
+            for table in tables:
+                message.admitted.tables.add(
+                    sequence_id=table.sequence_id,
+                    block_ids=table.block_ids.tobytes(),
+                    table_version=table.table_version,
+                )
+        case b.Forked(child_sequence_ids, block_ids, table_version):
+            message.forked.child_sequence_ids.extend(child_sequence_ids)
+            message.forked.block_ids = block_ids.tobytes()
+            message.forked.table_version = table_version
+        case b.Reserved(failed_groups):
+            message.reserved.failed_groups = failed_groups.tobytes()
+    return message
+
+
+def view_to_pb(view: SequenceView) -> pb.SequenceView:
+    return pb.SequenceView(
+        sequence_id=view.sequence_id,
+        request_id=view.request_id,
+        candidate=view.candidate,
+        status=pb.SequenceStatus.Name(view.status),
+        num_tokens=view.num_tokens,
+        num_computed_tokens=view.num_computed_tokens,
+        num_prompt_tokens=view.num_prompt_tokens,
+        table_version=view.table_version,
+        block_ids=view.block_ids.tolist(),
+        ref_counts=view.ref_counts.tolist(),
+        finish_reason=types_pb2.FinishReason.Name(view.finish_reason),
+    )
+
+
+def stats_to_pb(stats: PoolStats, kvmem_boot_id: str, worker_boot_id: str) -> pb.PoolStats:
+    return pb.PoolStats(
+        geometry=geometry_to_pb(stats.geometry) if stats.geometry else None,
+        levels=levels_to_pb(stats.levels),
+        num_requests=stats.num_requests,
+        num_sequences=stats.num_sequences,
+        num_shared_blocks=stats.num_shared_blocks,
+        peak_in_use_blocks=stats.peak_in_use_blocks,
+        num_allocations=stats.num_allocations,
+        num_copies_on_write=stats.num_copies_on_write,
+        num_preemptions=stats.num_preemptions,
+        num_batches=stats.num_batches,
+        kvmem_boot_id=kvmem_boot_id,
+        worker_boot_id=worker_boot_id,
+    )
