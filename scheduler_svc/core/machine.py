@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.decoding import DecodingStrategy, ParallelSampling
 from scheduler_svc.core.outbox import Outbox
-from scheduler_svc.core.planner import Budget, Planner, StepPlan, View
+from scheduler_svc.core.planner import Budget, Planner, Row, StepPlan, View
 from scheduler_svc.core.policy import FirstComeFirstServed, Policy
 from scheduler_svc.core.sequence import GroupStatus, Request, Sequence, SequenceGroup
 from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
@@ -169,7 +169,8 @@ class Machine:
         group.arrival_number = result.arrival_number
         group.move_to(GroupStatus.WAITING)
         self._add_sequence(group, result.sequence_id, 0)
-        self._emits.append(events.Accepted(request_id))
+        if not self._is_unwanted(request_id):
+            self._emits.append(events.Accepted(request_id))
 
     def _add_sequence(self, group: SequenceGroup, sequence_id: int, candidate: int) -> Sequence:
         checker = StopChecker(group.request.params, self._eos, self._make_text())
@@ -215,13 +216,15 @@ class Machine:
             child.num_computed_tokens = parent.num_computed_tokens
             child.block_table = list(result.tables[0].block_ids)
             child.table_version = result.tables[0].table_version
+        for sequence in group.sequences:
+            sequence.num_writable_slots = sequence.num_computed_tokens
         outcome = StepOutcome()
         for sequence, token_id, logprob in zip(
             group.sequences, fork.token_ids, fork.logprobs, strict=True
         ):
             outcome.extend(sequence, token_id, logprob, self._now_s)
-        self._emit_outcome(outcome)
         self._free(outcome.ended)
+        self._emit_outcome(outcome)
 
     # ---- output ----
 
@@ -231,7 +234,7 @@ class Machine:
 
     def _emit(self, group: SequenceGroup, deltas: tuple[events.CandidateDelta, ...]) -> None:
         request_id = group.request.request_id
-        if self.groups.get(request_id) is not group:
+        if self.groups.get(request_id) is not group or self._is_unwanted(request_id):
             return
         times = None
         if group.status is GroupStatus.FINISHED:
@@ -242,6 +245,10 @@ class Machine:
                 group.num_preemptions,
             )
         self._emits.append(events.Emit(request_id, deltas, times))
+
+    def _is_unwanted(self, request_id: str) -> bool:
+        """Its abort has come and waits for the batch in flight."""
+        return events.AbortRequested(request_id) in self._deferred
 
     def _reject(
         self, request_id: str, reason: str, message: str, retry_after_ms: int | None = None
@@ -369,13 +376,24 @@ class Machine:
         elif self._levels.num_quarantined_blocks and self._outbox.news(self._acknowledged_step):
             self._send_batch()
 
-    def _queue_reserve(self, by_group: list) -> None:
+    def _queue_reserve(self, by_group: list[tuple[SequenceGroup, list[Row]]]) -> None:
         if by_group:
-            groups = [group for group, _ in by_group]
             self._outbox.add(
-                self._mirror.reserve(by_group),
-                lambda result: self._starved.extend(groups[i] for i in result.failed_groups),
+                self._mirror.reserve(by_group), lambda result: self._on_reserved(by_group, result)
             )
+
+    def _on_reserved(
+        self, by_group: list[tuple[SequenceGroup, list[Row]]], result: ops.OpResult
+    ) -> None:
+        assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
+        failed = set(result.failed_groups)
+        for index, (group, rows) in enumerate(by_group):
+            if index in failed:
+                self._starved.append(group)
+                continue
+            for row in rows:
+                sequence = row.sequence
+                sequence.num_writable_slots = len(sequence.block_table) * self._block_size
 
     def _on_admitted(self, group: SequenceGroup, result: ops.OpResult) -> None:
         if result.status is ops.OpStatus.NO_FREE_BLOCKS:

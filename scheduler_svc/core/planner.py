@@ -42,6 +42,11 @@ class Row:
     num_input_tokens: int
     num_samples: int
 
+    @property
+    def num_slots(self) -> int:
+        """Slots the sequence must have for this row, from its start."""
+        return self.sequence.num_computed_tokens + self.num_input_tokens
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -51,7 +56,7 @@ class Admission:
 
 @dataclass
 class StepPlan:
-    """Rows in order; `reserving`: the groups whose rows need slots made sure of."""
+    """Rows in order, and the groups that are admitted with them."""
 
     rows: list[Row] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -61,12 +66,12 @@ class StepPlan:
         return sum(row.num_input_tokens for row in self.rows)
 
     def reserving(self) -> list[tuple[SequenceGroup, list[Row]]]:
-        """Rows of groups that already run, by group (an Admit makes its own slots)."""
+        """Rows whose slots are yet to be made, by group (an Admit makes its own)."""
         admitted = {id(admission.group) for admission in self.admissions}
         by_group: dict[int, tuple[SequenceGroup, list[Row]]] = {}
         for row in self.rows:
             group = row.sequence.group
-            if id(group) not in admitted:
+            if id(group) not in admitted and row.num_slots > row.sequence.num_writable_slots:
                 by_group.setdefault(id(group), (group, []))[1].append(row)
         return list(by_group.values())
 
@@ -153,8 +158,7 @@ class Planner:
         return sum(
             max(
                 0,
-                -(-(row.sequence.num_computed_tokens + row.num_input_tokens) // block_size)
-                - len(row.sequence.block_table),
+                -(-row.num_slots // block_size) - len(row.sequence.block_table),
             )
             for row in plan.rows
         )

@@ -55,6 +55,9 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     table_version: int = 0
+    # Slots, from the start of the sequence, that it may write without asking: those that an
+    # Admit or a Reserve made. After a fork the last block is shared, and it must ask again.
+    num_writable_slots: int = 0
     # The worker's mirror has this sequence's table (up to deltas on their way).
     on_worker: bool = False
     cumulative_logprob: float = 0.0
@@ -86,6 +89,7 @@ class Sequence:
         """The blocks were taken back: nothing is computed, the worker must be told anew."""
         self.num_computed_tokens = 0
         self.block_table = []
+        self.num_writable_slots = 0
         self.on_worker = False
         self.prefix_source = None
         self.prefix_source_tokens = 0

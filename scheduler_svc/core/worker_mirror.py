@@ -61,6 +61,7 @@ class WorkerMirror:
             sequence = self.sequences[table.sequence_id]
             sequence.block_table = list(table.block_ids)
             sequence.table_version = table.table_version
+            sequence.num_writable_slots = len(table.block_ids) * block_size
 
     def drop(self, sequence: Sequence) -> None:
         """The worker may forget the sequence."""
@@ -79,10 +80,7 @@ class WorkerMirror:
         rows = [row for _, group_rows in by_group for row in group_rows]
         return ops.Reserve(
             np.array([row.sequence.sequence_id for row in rows], np.uint64),
-            np.array(
-                [row.sequence.num_computed_tokens + row.num_input_tokens for row in rows],
-                np.int32,
-            ),
+            np.array([row.num_slots for row in rows], np.int32),
             np.array([len(group_rows) for _, group_rows in by_group], np.int32),
         )
 
