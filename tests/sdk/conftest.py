@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_peer import ScriptedPeer, serve
 
 from octavo import AsyncClient, Client
 from octavo.client import AsyncChunkStream
+from tests.sdk.scripted_peer import ScriptedPeer, serve
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
-from scripted_peer import Fail, Hang, ScriptedPeer, accepted, delta
 
 import octavo
 from octavo import AsyncClient, Client, FinishReason, Message, SamplingParams
 from octavo.service.errors import ServiceError
 from octavo.v1 import types_pb2
+from tests.sdk.scripted_peer import Fail, Hang, ScriptedPeer, accepted, delta
 
 STOP = types_pb2.FINISH_REASON_STOP
 LENGTH = types_pb2.FINISH_REASON_LENGTH

@@ -12,12 +12,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from scripted_peer import Hang, ScriptedPeer, accepted, delta
 
 import octavo
 from octavo.service.errors import ServiceError
 from octavo.service.telemetry import span_context_of
 from octavo.v1 import types_pb2
+from tests.sdk.scripted_peer import Hang, ScriptedPeer, accepted, delta
 
 STOP = types_pb2.FINISH_REASON_STOP
 DONE = [accepted("r1", num_prompt_tokens=7), delta(0, "x", 1, 2, finish_reason=STOP)]
