@@ -411,6 +411,10 @@ class Machine:
         """The step's blocks were asked for: execute it, or make room and ask again."""
         starved = [g for g in self._starved if g.status is GroupStatus.RUNNING]
         self._starved = []
+        if starved and self._levels.num_quarantined_blocks:
+            # Blocks are coming, with the acknowledgement of this step: wait, preempt nobody.
+            plan = plan.without({id(group) for group in starved})
+            starved = []
         if not starved:
             self._plan = None
             self._execute(plan)

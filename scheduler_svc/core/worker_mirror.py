@@ -93,15 +93,13 @@ class WorkerMirror:
         """
         rows = [row for row in plan.rows if _runs(row.sequence)]
         starting = [row.sequence for row in rows if not row.sequence.on_worker]
-        # A start replaces what the worker knew, so a sequence that resumes is not dropped.
-        dropped = set(self._dropped) - {sequence.sequence_id for sequence in starting}
         step = ops.Step(
             step_id=step_id,
             starts=tuple(_start(sequence, eos_token_ids) for sequence in starting),
             deltas=self._known_deltas(),
             copy_src=ops.NO_INT32,
             copy_dst=ops.NO_INT32,
-            dropped_sequence_ids=np.array(sorted(dropped), np.uint64),
+            dropped_sequence_ids=np.array(self._dropped, np.uint64),
             sequence_ids=np.array([row.sequence.sequence_id for row in rows], np.uint64),
             table_versions=np.array([row.sequence.table_version for row in rows], np.uint32),
             num_input_tokens=np.array([row.num_input_tokens for row in rows], np.int32),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,9 +95,7 @@ def test_b16_the_only_request_outgrows_the_pool() -> None:
 
 
 def test_b42_a_long_prompt_is_computed_in_chunks_beside_short_ones() -> None:
-    world = World(
-        num_blocks=100, config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8)
-    )
+    world = World(num_blocks=100, config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8))
     long = world.arrive("long", prompt(200), max_tokens=4, seed=1)
     short = world.arrive("short", prompt(3), max_tokens=4, seed=2)
     world.run()
@@ -167,6 +167,66 @@ def test_a_full_waiting_queue_is_refused() -> None:
     world.run()
     for caller in callers[:2]:
         world.assert_right(caller)
+
+
+def test_b18_a_resumed_sibling_waits_for_the_prefix_it_shares() -> None:
+    """Preempted right after the fork, on a block border: the sibling has one token to compute,
+    and the prefix it shares takes the first candidate three steps."""
+    world = World(num_blocks=7, config=SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=8))
+    first = world.arrive("first", prompt(4), max_tokens=11, seed=5)
+    group = world.arrive("group", prompt(16, 9), max_tokens=4, n=2, seed=1)
+    world.run()
+    assert world.preemptions == 1
+    world.assert_right(first)
+    world.assert_right(group)
+    world.assert_empty()
+
+
+def test_a_copy_of_a_preempted_sequence_is_not_made() -> None:
+    """Two groups fork in one step; the elder cannot have its two copies while the younger has
+    got its one. The younger gives way, and its copy's destination goes to the elder."""
+    world = World(num_blocks=8, config=SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=8))
+    elder = world.arrive("elder", prompt(22), max_tokens=3, n=3, seed=1)
+    world.finish_batch()
+    younger = world.arrive("younger", prompt(2, 5), max_tokens=3, n=2, seed=2)
+    world.run()
+    assert world.preemptions == 1
+    # Quarantined blocks were waited for: the elder, alone then, was not ended for want of them.
+    world.assert_right(elder)
+    world.assert_right(younger)
+    # Three were planned; the younger's was dropped with its blocks.
+    assert world.memory.stats().num_copies_on_write == 3
+    assert world.worker.num_copies == 2
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_groups_under_pressure(seed: int) -> None:
+    """Groups that fork at block borders, in pools and budgets that keep throwing them out."""
+    draw = random.Random(seed)
+    config = SchedulerConfig(max_num_batched_tokens=draw.randint(8, 12), max_num_seqs=8)
+    world = World(num_blocks=draw.randint(8, 14), config=config)
+    for i in range(12):
+        world.arrive(
+            f"r{i}",
+            prompt(draw.choice([4, 6, 8, 11, 12, 16]), draw.randint(0, 3)),
+            max_tokens=draw.randint(1, 16),
+            n=draw.randint(1, 3),
+            seed=i,
+        )
+    while world.batch or world.step:
+        if draw.random() < 0.03:
+            live = [r for r, c in world.callers.items() if not (c.done or c.aborted)]
+            if live:
+                world.abort(draw.choice(live))
+        ready = [
+            f for f, x in ((world.finish_batch, world.batch), (world.finish_step, world.step)) if x
+        ]
+        draw.choice(ready)()
+    world.assert_empty()
+    for caller in world.callers.values():
+        if not caller.aborted and FinishReason.KV_CAPACITY not in caller.finish.values():
+            world.assert_right(caller)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +49,7 @@ def test_b29_where_the_pieces_are_cut_does_not_matter(
     finder = StopStrings(tuple(stops))
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     shown, found = "", None
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         more, found = finder.push(text[start:end])
         shown += more
         if found:
@@ -68,7 +70,7 @@ def test_b29_nothing_of_a_stop_string_is_ever_shown(
     finder = StopStrings(tuple(stops))
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     shown = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         more, found = finder.push(text[start:end])
         shown += more
         assert not any(stop in shown for stop in stops)

@@ -247,6 +247,11 @@ class World:
         assert stats.num_requests == 0
         assert stats.num_sequences == 0
         assert stats.levels.num_free_blocks == self.num_blocks
+        # The worker hears with the next step of what it may forget.
+        self.arrive("last", [1], max_tokens=1)
+        self.run()
+        assert len(self.worker.known) == 1
+        del self.callers["last"]
 
     def assert_right(self, caller: Caller) -> None:
         """Every candidate is what it would be alone, token for token."""
