@@ -264,11 +264,21 @@ class Supervisor:
     def all_serving(self) -> bool:
         return all(s.state is ServiceState.SERVING for s in self.services.values())
 
-    async def wait_serving(self, timeout_s: float) -> None:
-        """Return when every service serves. Raises ServiceFailedError when that cannot be."""
+    async def wait_serving(
+        self, timeout_s: float, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Return when every service serves; `on_change` is called at every change until then.
+
+        Raises ServiceFailedError when that cannot be.
+        """
+
+        def all_serving() -> bool:
+            on_change()
+            return self.all_serving
+
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait_for(lambda: self.all_serving)
+                await self._wait_for(all_serving)
         except TimeoutError:
             late = [n for n, s in self.services.items() if s.state is not ServiceState.SERVING]
             raise ServiceFailedError(
