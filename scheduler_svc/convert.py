@@ -56,13 +56,10 @@ def params_message(params: SamplingParams) -> types_pb2.SamplingParams:
 def request_of(
     request_id: str, token_ids: tuple[int, ...], params: SamplingParams, traceparent: str
 ) -> Request:
-    """A request with its spec: what another scheduler would need, the seed drawn included."""
-    spec = inference_pb2.GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=inference_pb2.TokenIds(ids=token_ids),
-        params=params_message(params),
-    ).SerializeToString(deterministic=True)
-    digest = hashlib.blake2b(spec, digest_size=16).digest()
+    """A request with its spec: what another scheduler would need beside the prompt, which the
+    record holds anyway; the seed is drawn already."""
+    spec = params_message(params).SerializeToString(deterministic=True)
+    digest = hashlib.blake2b(spec + pack(token_ids, I32), digest_size=16).digest()
     return Request(request_id, token_ids, params, spec=spec, digest=digest, traceparent=traceparent)
 
 

@@ -21,7 +21,7 @@ from scheduler_svc.core.sequence import Request
 from scheduler_svc.loop import Engine
 from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
 
-MAX_REQUEST_ID_CHARS = 128
+MAX_REQUEST_ID_BYTES = 256
 MAX_MESSAGES = 1024
 
 
@@ -118,11 +118,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         parent: str,
     ) -> Request:
         request_id = message.request_id or f"req-{secrets.token_hex(8)}"
-        if len(request_id) > MAX_REQUEST_ID_CHARS:
+        num_bytes = len(request_id.encode())
+        if num_bytes > MAX_REQUEST_ID_BYTES:
             raise ServiceError(
                 "INVALID_PARAMETER",
-                f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID_CHARS}"
-                " are allowed",
+                f"request_id has {num_bytes} bytes; at most {MAX_REQUEST_ID_BYTES} are allowed",
             )
         params, max_tokens = convert.params_of(message.params)
         if not message.params.HasField("seed"):

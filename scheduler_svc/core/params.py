@@ -39,7 +39,7 @@ class Range:
         return above and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+        return f"{'(' if self.low_open else '['}{self.low}, {self.high}]"
 
 
 RANGES: dict[str, Range] = {
