@@ -1,0 +1,81 @@
+"""Putting a model runner together from options: the server and in-process benchmarks both do."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import structlog
+import torch
+
+from model_worker.attention import create_backend
+from model_worker.errors import ModelError, PoolSizeError
+from model_worker.forward import PagedForward
+from model_worker.input_batch import InputBatch, Limits
+from model_worker.kv_tensors import (
+    KvTensors,
+    bytes_per_block,
+    choose_num_blocks,
+    parse_bytes,
+)
+from model_worker.loader import DTYPES, LoadedModel, load_model
+from model_worker.options import WorkerOptions
+from model_worker.runner import ModelRunner
+from model_worker.self_check import check_against_eager
+from model_worker.source import resolve_model
+
+log = structlog.get_logger()
+
+
+def build_runner(options: WorkerOptions) -> ModelRunner:
+    """Load the model, make the KV pool, check both with a tiny forward. Raises WorkerError."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    if options.dtype not in DTYPES:
+        raise ModelError(f"--dtype {options.dtype}: there are only {', '.join(DTYPES)}")
+    backend = create_backend(options.attention)
+    loaded = load_model(
+        resolve_model(options.model),
+        dtype=DTYPES[options.dtype],
+        max_model_len=options.max_model_len,
+    )
+    for spec in loaded.layer_specs:
+        backend.check(spec, options.block_size, loaded.dtype)
+    forward = PagedForward(loaded, backend)
+    check_against_eager(forward, options.block_size)
+    num_blocks = _num_blocks(options, loaded)
+    limits = Limits(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        num_token_ids=loaded.num_embeddings,
+        max_model_len=loaded.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+    )
+    kv = KvTensors(loaded.layer_specs, num_blocks, options.block_size, loaded.dtype, loaded.device)
+    log.info(
+        "model loaded",
+        model=loaded.source.name,
+        dtype=options.dtype,
+        attention=backend.name,
+        num_blocks=num_blocks,
+        kv_mib=num_blocks * kv.bytes_per_block // 2**20,
+        threads=torch.get_num_threads(),
+    )
+    return ModelRunner(forward, kv, InputBatch(limits))
+
+
+def _num_blocks(options: WorkerOptions, loaded: LoadedModel) -> int:
+    if options.block_size < 1:
+        raise PoolSizeError(f"--block-size {options.block_size} is below 1")
+    if options.num_blocks is not None:
+        if options.num_blocks < 1:
+            raise PoolSizeError(f"--num-blocks {options.num_blocks} is below 1")
+        return options.num_blocks
+    return choose_num_blocks(
+        block_bytes=bytes_per_block(loaded.layer_specs, options.block_size, loaded.dtype),
+        block_size=options.block_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        available_bytes=psutil.virtual_memory().available,
+        kv_memory_bytes=parse_bytes(options.kv_memory) if options.kv_memory else None,
+    )

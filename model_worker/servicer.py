@@ -1,0 +1,163 @@
+"""The gRPC face of the worker: GetInfo, and Execute with its one exclusive stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import structlog
+
+from model_worker import convert
+from model_worker.errors import StepError
+from model_worker.fencing import Fence, Fencing
+from model_worker.step import StepInput, StepOutput
+from model_worker.tracing import record_step
+from octavo.service.errors import ServiceError, abort
+from octavo.service.telemetry import Telemetry
+from octavo.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    # It brings torch, and the server is to listen before that is loaded.
+    from model_worker.runner import ModelRunner
+
+log = structlog.get_logger()
+
+# Steps that may be un-answered at a time; their results are kept for an adopter.
+MAX_INFLIGHT_STEPS = 1
+
+
+class _Stream:
+    """One open Execute stream. `replaced` is done once a newer session has taken over."""
+
+    def __init__(self) -> None:
+        self.replaced: asyncio.Future[Fence] = asyncio.get_running_loop().create_future()
+
+
+class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
+    """Serves a ModelRunner, once there is one; until then every call says NOT_READY.
+
+    The runner lives on `model_thread`, a pool of one thread, so that steps run one after another
+    whatever becomes of the streams that brought them, and the event loop stays free meanwhile.
+    """
+
+    def __init__(
+        self, boot_id: str, model_thread: ThreadPoolExecutor, telemetry: Telemetry
+    ) -> None:
+        self.boot_id = boot_id
+        self.fencing = Fencing(boot_id)
+        # Results of the newest steps, whoever received them.
+        self.retained_outputs: deque[StepOutput] = deque(maxlen=MAX_INFLIGHT_STEPS)
+        # Monotonic time at which the step that runs now began; None between steps.
+        self.step_began_s: float | None = None
+        self._model_thread = model_thread
+        self._telemetry = telemetry
+        self._runner: ModelRunner | None = None
+        self._holder: _Stream | None = None
+
+    def set_runner(self, runner: ModelRunner) -> None:
+        """Begin to serve."""
+        self._runner = runner
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerInfo:
+        if self._runner is None:
+            await abort(context, _not_ready())
+        return convert.info_to_pb(self._runner, self.boot_id, MAX_INFLIGHT_STEPS)
+
+    async def Execute(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+        del request_iterator  # Read through `context`, so that a wait for it can be given up.
+        stream = _Stream()
+        try:
+            await self._serve(stream, context)
+        except StepError as error:
+            log.warning("step refused", reason=error.reason, message=error.message)
+            await abort(context, ServiceError(error.reason, error.message))
+        except ServiceError as error:
+            await abort(context, error)
+        except Exception:
+            log.exception("step failed")
+            await abort(context, ServiceError("INTERNAL", "the step failed; see the worker's log"))
+        finally:
+            if self._holder is stream:
+                self._holder = None
+
+    async def _serve(self, stream: _Stream, context: grpc.aio.ServicerContext) -> None:
+        """Answer the stream's steps until it ends. Raises what ends it early."""
+        if self._runner is None:
+            raise _not_ready()
+        while (request := await _next_request(stream, context)) is not None:
+            fence = convert.fence_from_pb(request.fence)
+            self._take_hold(stream, fence)
+            step = convert.step_from_pb(request)
+            output = await asyncio.get_running_loop().run_in_executor(
+                self._model_thread, self._run, self._runner, fence, step
+            )
+            if stream.replaced.done():
+                raise _replaced(stream)
+            await context.write(convert.reply_to_pb(output, self.boot_id))
+            record_step(self._telemetry, step, output)
+
+    def _take_hold(self, stream: _Stream, fence: Fence) -> None:
+        """Let `stream` execute under `fence`, ending the stream of an older session.
+
+        Raises StepError (STALE_*) and ServiceError (SESSION_HELD).
+        """
+        is_newer = self.fencing.check(fence)
+        if self._holder is not stream:
+            if self._holder is not None and not is_newer:
+                raise ServiceError(
+                    "SESSION_HELD", f"epoch {fence.epoch} already has an Execute stream open"
+                )
+            if self._holder is not None:
+                self._holder.replaced.set_result(fence)
+            self._holder = stream
+        if is_newer:
+            self.fencing.install(fence)
+            log.info("session installed", epoch=fence.epoch, session_id=fence.session_id)
+
+    def _run(self, runner: ModelRunner, fence: Fence, step: StepInput) -> StepOutput:
+        """On the model thread: execute `step`, unless a newer session has come in between."""
+        if self.fencing.begin_step(fence, step.step_id):
+            runner.forget_sequences()
+        self.step_began_s = time.monotonic()
+        try:
+            output = runner.execute(step)
+        finally:
+            self.step_began_s = None
+        self.fencing.end_step(step.step_id)
+        self.retained_outputs.append(output)
+        return output
+
+
+async def _next_request(
+    stream: _Stream, context: grpc.aio.ServicerContext
+) -> worker_pb2.ExecuteRequest | None:
+    """The stream's next request, or None at its end. Raises ServiceError once it is replaced."""
+    read = asyncio.ensure_future(context.read())
+    try:
+        await asyncio.wait({read, stream.replaced}, return_when=asyncio.FIRST_COMPLETED)
+        if stream.replaced.done():
+            raise _replaced(stream)
+        request = read.result()
+    finally:
+        if not read.done():
+            read.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await read
+    return request if isinstance(request, worker_pb2.ExecuteRequest) else None
+
+
+def _replaced(stream: _Stream) -> ServiceError:
+    return ServiceError(
+        "STALE_EPOCH", f"epoch {stream.replaced.result().epoch} has taken this worker over"
+    )
+
+
+def _not_ready() -> ServiceError:
+    return ServiceError("NOT_READY", "the model is being loaded", retry_after_ms=500)
