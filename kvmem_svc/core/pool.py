@@ -83,6 +83,7 @@ class BlockPool:
             self._num_ever_used = start + count - num_again
             first_time = np.arange(start, self._num_ever_used, dtype=np.int32)
             blocks = np.concatenate((blocks, first_time)) if num_again else first_time
+        assert not self.ref_counts[blocks].any(), f"one of {blocks} still has references"
         self.ref_counts[blocks] = 1
         self.num_in_use += count
         self.num_allocations += count

@@ -1,0 +1,199 @@
+"""A naive memory service and worker: plain dicts and lists, slow and obviously right.
+
+The model predicts what each op must do. The worker plays the part of a GPU that runs steps late:
+it holds the contents of every slot, carries out copies and writes when a step is finished, and
+checks that whatever attention would read then is what it should be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core.batch import OpStatus
+
+
+@dataclass
+class NaiveSequence:
+    """Blocks of `table` that an op is about to be given are None until its result is read."""
+
+    sequence_id: int
+    request_id: str
+    candidate: int
+    tokens: list[int]
+    num_computed: int = 0
+    is_running: bool = False
+    table: list[int | None] = field(default_factory=list)
+    # Slots that came filled, slots that may be written, and (step_id, end of the slots filled
+    # by it) of what was handed to the worker.
+    shared_end: int = 0
+    num_writable: int = 0
+    issued: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def issued_end(self) -> int:
+        return max((end for _, end in self.issued), default=self.shared_end)
+
+    def forget_blocks(self) -> None:
+        self.table, self.issued = [], []
+        self.num_computed = self.num_writable = self.shared_end = 0
+
+
+@dataclass
+class NaiveRequest:
+    num_candidates: int
+    # candidate -> sequence id; and of those finished, with the reason.
+    finished: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Work:
+    """A step handed to the worker: copies first, then writes; then every row is read."""
+
+    step_id: int
+    copies: list[tuple[int, int]]
+    writes: list[tuple[int, int, tuple[int, ...]]]  # block, offset, content
+    reads: list[tuple[list[int], list[int], int]]  # table, tokens, slots that are filled
+
+    def touched(self) -> set[int]:
+        blocks = {block for block, _, _ in self.writes}
+        return blocks | {block for pair in self.copies for block in pair}
+
+
+class NaiveWorker:
+    """The slots' contents. What stands in slot p of a sequence is its tokens up to p."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.in_flight: list[Work] = []
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def finish_oldest(self) -> int:
+        work = self.in_flight.pop(0)
+        before = dict(self.slots)
+        for src, dst in work.copies:  # all at once: every source as it was
+            for offset in range(self.block_size):
+                self.slots[dst, offset] = before.get((src, offset), ())
+        for block, offset, content in work.writes:
+            self.slots[block, offset] = content
+        for table, tokens, end in work.reads:
+            for position in range(end):
+                slot = table[position // self.block_size], position % self.block_size
+                assert self.slots.get(slot) == tuple(tokens[: position + 1]), (
+                    f"step {work.step_id} reads position {position} of {tokens} in slot {slot}"
+                    f" and finds {self.slots.get(slot)}"
+                )
+        return work.step_id
+
+
+class NaiveMemory:
+    """Predicts statuses, tables and levels."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, rows: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_model_len, self.max_sequences = max_model_len, rows
+        self.sequences: dict[int, NaiveSequence] = {}
+        self.requests: dict[str, NaiveRequest] = {}
+        self.quarantine: dict[int, int] = {}  # block -> step to be acknowledged
+        self.step_id, self.acknowledged = 1, 0
+        self.step_copies: list[tuple[int, int]] = []
+
+    # --- blocks ------------------------------------------------------------------------
+
+    def ref_count(self, block: int) -> int:
+        return sum(sequence.table.count(block) for sequence in self.sequences.values())
+
+    def in_use(self) -> set[int]:
+        return {x for s in self.sequences.values() for x in s.table if x is not None}
+
+    def free(self) -> set[int]:
+        return set(range(self.num_blocks)) - self.in_use() - set(self.quarantine)
+
+    def num_free(self) -> int:
+        """Blocks still promised to unread results are not free."""
+        promised = sum(sequence.table.count(None) for sequence in self.sequences.values())
+        return len(self.free()) - promised
+
+    def acknowledge(self, step_id: int) -> None:
+        self.acknowledged = step_id
+        self.release()
+
+    def release(self) -> None:
+        for block in [x for x, step in self.quarantine.items() if step <= self.acknowledged]:
+            del self.quarantine[block]
+
+    def retire(self, blocks: list[int | None]) -> None:
+        """Called after the blocks left a table: those nobody holds wait for their step."""
+        for block in blocks:
+            if block is not None and self.ref_count(block) == 0:
+                copied = any(block in pair for pair in self.step_copies)
+                step = self.step_id if copied else self.step_id - 1
+                if step > self.acknowledged:
+                    self.quarantine[block] = step
+
+    # --- ops ---------------------------------------------------------------------------
+
+    def reserve(
+        self, ids: list[int], num_slots: list[int], group_sizes: list[int]
+    ) -> tuple[list[int], set[int]]:
+        """Failed groups, and the blocks that copies are made from. New entries become None."""
+        failed, sources, at = [], set(), 0
+        for group, size in enumerate(group_sizes or [1] * len(ids)):
+            members = list(zip(ids[at : at + size], num_slots[at : at + size], strict=True))
+            at += size
+            before = {i: list(self.sequences[i].table) for i, _ in members}
+            copied = set()
+            for sequence_id, slots in members:
+                copied |= self._reserve_one(self.sequences[sequence_id], slots)
+            if self.num_free() < 0:
+                failed.append(group)
+                for sequence_id, table in before.items():
+                    self.sequences[sequence_id].table = table
+                continue
+            sources |= copied
+            for sequence_id, slots in members:
+                sequence = self.sequences[sequence_id]
+                sequence.num_writable = max(sequence.num_writable, slots)
+        return failed, sources
+
+    def _reserve_one(self, sequence: NaiveSequence, num_slots: int) -> set[int]:
+        copied: set[int] = set()
+        for position in range(sequence.num_computed, num_slots):
+            index = position // self.block_size
+            if index < len(sequence.table):
+                block = sequence.table[index]
+                if block is not None and self.ref_count(block) > 1:
+                    copied.add(block)
+                    sequence.table[index] = None
+        while len(sequence.table) * self.block_size < num_slots:
+            sequence.table.append(None)
+        return copied
+
+    def free_candidates(self, request_id: str) -> list[int]:
+        request = self.requests[request_id]
+        live = {s.candidate for s in self.of_request(request_id)}
+        kept = {c for c, (_, reason) in request.finished.items() if reason}
+        return [c for c in range(request.num_candidates) if c not in live | kept]
+
+    def of_request(self, request_id: str) -> list[NaiveSequence]:
+        return [s for s in self.sequences.values() if s.request_id == request_id]
+
+    def finished_ids(self) -> list[int]:
+        return [i for r in self.requests.values() for i, _ in r.finished.values()]
+
+    def running(self) -> list[NaiveSequence]:
+        return [s for s in self.sequences.values() if s.is_running]
+
+    def expected_levels(self) -> b.PoolLevels:
+        return b.PoolLevels(
+            num_free_blocks=len(self.free()),
+            num_in_use_blocks=len(self.in_use()),
+            num_quarantined_blocks=len(self.quarantine),
+            num_free_sequences=self.max_sequences - len(self.sequences),
+        )
+
+
+def expect(result: b.OpResult, status: OpStatus) -> b.OpResult:
+    assert result.status == status, f"{result.status.name} {result.message}, not {status.name}"
+    assert bool(result.message) == (status != OpStatus.OK)
+    return result

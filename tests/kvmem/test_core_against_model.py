@@ -1,0 +1,506 @@
+"""The memory core against the naive model, with a worker that runs steps behind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core.batch import OpStatus
+from kvmem_svc.core.errors import BatchConflict
+from kvmem_svc.core.invariants import check_integrity
+from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.sequences import Status
+from kvmem_svc.core.views import SequenceView, sequence_views
+from tests.kvmem.naive import NaiveMemory, NaiveRequest, NaiveSequence, NaiveWorker, Work, expect
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES = 14, 3, 17, 7
+GEOMETRY = b.PoolGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+MAX_IN_FLIGHT = 3
+
+token = st.integers(0, 1)
+# Prompts with prefixes in common.
+FAMILY = [0, 1, 0, 0, 1, 1, 0, 1, 0, 0]
+prompts = st.builds(
+    lambda length, tail: FAMILY[:length] + tail,
+    st.integers(1, 9),
+    st.lists(token, max_size=2),
+)
+# Rules that end much are to come seldom: drawn uniformly, true for one value only.
+seldom = st.integers(0, 7)
+
+
+def u64(values: list[int]) -> b.Column:
+    return np.array(values, np.uint64)
+
+
+def i32(values: list[int]) -> b.Column:
+    return np.array(values, np.int32)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = KvMemory("boot", max_sequences=MAX_SEQUENCES)
+        self.model = NaiveMemory(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES)
+        self.num_workers = self.num_requests = 0
+        self.sent: list[tuple[b.Batch, b.BatchResult]] = []
+        self.past_ids: set[int] = set()
+        self.memory.open_session("test", 0, held_by_stream=True)
+        self.attach_another_worker()
+
+    # --- sending -----------------------------------------------------------------------
+
+    def send(self, *ops: b.Op) -> b.BatchResult:
+        """One batch. The model's newly given blocks are read from the result."""
+        free_before = self.model.free()
+        batch = b.Batch(
+            self.memory.ledger.fence(),
+            self.memory.ledger.next_batch_seq,
+            self.model.step_id,
+            self.model.acknowledged,
+            ops,
+            repr(ops).encode(),
+        )
+        result = self.memory.apply(batch, 0)
+        self.sent = [*self.sent[-7:], (batch, result)]
+        self.free_before = free_before | self.model.free()
+        return result
+
+    def receive_blocks(self, blocks: list[int]) -> None:
+        """Blocks handed out must have been free, and out of reach of every step in flight."""
+        assert len(blocks) == len(set(blocks))
+        assert set(blocks) <= self.free_before, f"{blocks} were not free: {self.free_before}"
+        for work in self.worker.in_flight:
+            assert not set(blocks) & work.touched(), f"{blocks}: step {work.step_id} is in flight"
+
+    def receive_deltas(self, result: b.BatchResult, sources: set[int]) -> None:
+        deltas, given = result.deltas, []
+        for sequence_id, index, block, version in zip(
+            deltas.sequence_ids.tolist(),
+            deltas.table_indices.tolist(),
+            deltas.block_ids.tolist(),
+            deltas.table_versions.tolist(),
+            strict=True,
+        ):
+            table = self.model.sequences[sequence_id].table
+            assert table[index] is None, f"entry {index} of {sequence_id} was not to change"
+            table[index] = block
+            given.append(block)
+            assert version == self.view(sequence_id).table_version
+        self.receive_blocks(given)
+        assert not any(None in s.table for s in self.model.sequences.values())
+        copies = result.copies
+        pairs = list(zip(copies.src_block_ids.tolist(), copies.dst_block_ids.tolist(), strict=True))
+        assert len(pairs) >= len(sources)
+        assert set(copies.dst_block_ids.tolist()) <= set(given)
+        self.model.step_copies += pairs
+        all_dst = [dst for _, dst in self.model.step_copies]
+        assert len(all_dst) == len(set(all_dst)), "two copies to one block"
+        assert not set(all_dst) & {src for src, _ in self.model.step_copies}, "a chain of copies"
+
+    def view(self, sequence_id: int) -> SequenceView:
+        assert self.memory.manager is not None
+        return sequence_views(self.memory.manager, [sequence_id], "", 1)[0][0]
+
+    def pick(self, data: st.DataObject, sequences: list[NaiveSequence]) -> NaiveSequence:
+        return data.draw(st.sampled_from(sorted(sequences, key=lambda s: s.sequence_id)))
+
+    def pick_some(self, data: st.DataObject, sequences: list[NaiveSequence]) -> list[NaiveSequence]:
+        ordered = sorted(sequences, key=lambda s: s.sequence_id)
+        chosen = data.draw(
+            st.lists(st.integers(0, len(ordered) - 1), min_size=1, max_size=4, unique=True)
+        )
+        return [ordered[i] for i in chosen]
+
+    # --- requests ----------------------------------------------------------------------
+
+    @initialize(data=st.data(), starts=st.lists(prompts, min_size=1, max_size=3))
+    def begin_busy(self, data: st.DataObject, starts: list[list[int]]) -> None:
+        for prompt in starts:
+            self.arrive(prompt, 4)
+            self.admit(data)
+
+    @rule(prompt=prompts, num_candidates=st.integers(1, 4))
+    def arrive(self, prompt: list[int], num_candidates: int) -> None:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        result = self.send(b.Arrive(name, i32(prompt), num_candidates)).results[0]
+        if len(self.model.sequences) == MAX_SEQUENCES:
+            expect(result, OpStatus.NO_FREE_SEQUENCES)
+            return
+        arrived = expect(result, OpStatus.OK).value
+        assert isinstance(arrived, b.Arrived)
+        assert arrived.sequence_id not in self.past_ids, "an id was given twice"
+        self.past_ids.add(arrived.sequence_id)
+        self.model.requests[name] = NaiveRequest(num_candidates)
+        self.model.sequences[arrived.sequence_id] = NaiveSequence(
+            arrived.sequence_id, name, 0, prompt
+        )
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        members = self.pick_some(data, self.waiting())[:2]
+        ops, needed = [], 0
+        for member in members:
+            num_slots = data.draw(st.integers(1, min(len(member.tokens) + 2, MAX_MODEL_LEN)))
+            num_blocks = -(-num_slots // BLOCK_SIZE)
+            source, num_shared = self.pick_shared(data, member, num_blocks)
+            ops.append(b.AdmitMember(member.sequence_id, num_slots, source, num_shared))
+            needed += num_blocks - num_shared
+        fits = needed <= self.model.num_free()
+        result = self.send(b.Admit(ops)).results[0]
+        if not fits:
+            expect(result, OpStatus.NO_FREE_BLOCKS)
+            return
+        admitted = expect(result, OpStatus.OK).value
+        assert isinstance(admitted, b.Admitted)
+        given = []
+        for member, op, table in zip(members, ops, admitted.tables, strict=True):
+            blocks = table.block_ids.tolist()
+            assert table.sequence_id == member.sequence_id
+            assert len(blocks) == -(-op.num_slots // BLOCK_SIZE)
+            if op.num_shared_blocks:
+                shared = self.model.sequences[op.share_from].table[: op.num_shared_blocks]
+                assert blocks[: op.num_shared_blocks] == shared
+            given += blocks[op.num_shared_blocks :]
+            member.is_running, member.table = True, blocks
+            member.num_computed = member.shared_end = op.num_shared_blocks * BLOCK_SIZE
+            member.num_writable = op.num_slots
+        self.receive_blocks(given)
+
+    def pick_shared(
+        self, data: st.DataObject, member: NaiveSequence, num_blocks: int
+    ) -> tuple[int, int]:
+        """A running sequence with the same first tokens, filled by steps already issued."""
+        found = [(0, 0)]
+        for source in self.model.running():
+            for k in range(1, min(num_blocks, source.issued_end // BLOCK_SIZE) + 1):
+                end = k * BLOCK_SIZE
+                if end <= len(member.tokens) and member.tokens[:end] == source.tokens[:end]:
+                    found.append((source.sequence_id, k))
+        return data.draw(st.sampled_from(found))
+
+    def waiting(self) -> list[NaiveSequence]:
+        return [s for s in self.model.sequences.values() if not s.is_running]
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), chance=seldom)
+    def preempt(self, data: st.DataObject, chance: int) -> None:
+        if chance > 2:
+            return
+        victims = self.pick_some(data, self.model.running())
+        self.expect_ok(b.Preempt([s.sequence_id for s in victims]))
+        for victim in victims:
+            blocks, victim.is_running = victim.table, False
+            victim.forget_blocks()
+            self.model.retire(blocks)
+
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), reason=st.sampled_from(b.FinishReason), chance=seldom)
+    def free(self, data: st.DataObject, reason: b.FinishReason, chance: int) -> None:
+        if chance > 2:
+            return
+        ended = self.pick_some(data, list(self.model.sequences.values()))
+        self.expect_ok(b.Free([s.sequence_id for s in ended], reason))
+        for sequence in ended:
+            del self.model.sequences[sequence.sequence_id]
+            request = self.model.requests[sequence.request_id]
+            request.finished[sequence.candidate] = (sequence.sequence_id, reason)
+            self.model.retire(sequence.table)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(data=st.data())
+    def confirm(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model.requests)))
+        if self.model.of_request(name):
+            expect(self.send(b.Confirm(name)).results[0], OpStatus.INVALID_STATE)
+            return
+        self.expect_ok(b.Confirm(name))
+        del self.model.requests[name]
+        expect(self.send(b.Confirm(name)).results[0], OpStatus.UNKNOWN_REQUEST)
+
+    def expect_ok(self, op: b.Op) -> b.OpResult:
+        return expect(self.send(op).results[0], OpStatus.OK)
+
+    # --- steps -------------------------------------------------------------------------
+
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.expect_ok(self.draw_commit(data))
+
+    def draw_commit(self, data: st.DataObject) -> b.Commit:
+        """Tokens for some sequences, at once entered into the model."""
+        chosen = self.pick_some(data, list(self.model.sequences.values()))
+        new = []
+        for sequence in chosen:
+            room = MAX_MODEL_LEN + 1 - len(sequence.tokens)
+            new.append(data.draw(st.lists(token, max_size=min(room, 4))))
+            sequence.tokens = sequence.tokens + new[-1]
+        return b.Commit(
+            u64([s.sequence_id for s in chosen]),
+            i32([t for tokens in new for t in tokens]),
+            i32([s.num_computed for s in chosen]),
+            i32([len(tokens) for tokens in new]),
+        )
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), with_commit=st.booleans(), grouped=st.booleans())
+    def reserve(self, data: st.DataObject, with_commit: bool, grouped: bool) -> None:
+        commit = [self.draw_commit(data)] if with_commit else []
+        chosen = self.pick_some(data, self.model.running())
+        ids = [s.sequence_id for s in chosen]
+        slots = [min(len(s.tokens) + data.draw(st.integers(0, 2)), MAX_MODEL_LEN) for s in chosen]
+        sizes = self.draw_group_sizes(data, len(ids)) if grouped else []
+        failed, sources = self.model.reserve(ids, slots, sizes)
+        result = self.send(*commit, b.Reserve(u64(ids), i32(slots), i32(sizes)))
+        reserved = result.results[-1].value
+        if failed:
+            expect(result.results[-1], OpStatus.NO_FREE_BLOCKS)
+            assert isinstance(reserved, b.Reserved)
+            assert reserved.failed_groups.tolist() == failed
+        else:
+            expect(result.results[-1], OpStatus.OK)
+        self.receive_deltas(result, sources)
+
+    def draw_group_sizes(self, data: st.DataObject, total: int) -> list[int]:
+        sizes = []
+        while sum(sizes) < total:
+            sizes.append(data.draw(st.integers(1, total - sum(sizes))))
+        return sizes
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), tokens=st.lists(token, max_size=4))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Only where nothing is in flight: it takes all earlier tokens for computed."""
+        ready = [s for s in self.model.running() if s.issued_end == len(s.tokens)]
+        ready = [s for s in ready if len(s.tokens) + len(tokens) <= MAX_MODEL_LEN]
+        if not ready:
+            return
+        sequence = self.pick(data, ready)
+        before = list(sequence.tokens), sequence.num_computed
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens = sequence.tokens + tokens
+        failed, sources = self.model.reserve([sequence.sequence_id], [len(sequence.tokens)], [])
+        if failed:
+            sequence.tokens, sequence.num_computed = before
+        result = self.send(b.Append(sequence.sequence_id, i32(tokens)))
+        expect(result.results[0], OpStatus.NO_FREE_BLOCKS if failed else OpStatus.OK)
+        self.receive_deltas(result, sources)
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), num_children=st.integers(1, 3), with_tokens=st.booleans())
+    def fork(self, data: st.DataObject, num_children: int, with_tokens: bool) -> None:
+        parent = self.pick(data, self.model.running())
+        numbers = self.model.free_candidates(parent.request_id)[:num_children]
+        tokens = data.draw(st.lists(token, min_size=1 + num_children, max_size=1 + num_children))
+        tokens = tokens if with_tokens else []
+        op = b.Fork(parent.sequence_id, num_children, i32(tokens))
+        result = self.send(op).results[0]
+        if len(numbers) < num_children or (tokens and len(parent.tokens) > MAX_MODEL_LEN):
+            expect(result, OpStatus.INVALID_ARGUMENT)
+            return
+        if len(self.model.sequences) + num_children > MAX_SEQUENCES:
+            expect(result, OpStatus.NO_FREE_SEQUENCES)
+            return
+        forked = expect(result, OpStatus.OK).value
+        assert isinstance(forked, b.Forked)
+        assert forked.block_ids.tolist() == parent.table
+        # From here on neither may write what both hold, until it has reserved again.
+        parent.num_writable = parent.issued_end
+        for i, (child_id, number) in enumerate(
+            zip(forked.child_sequence_ids, numbers, strict=True)
+        ):
+            assert child_id not in self.past_ids
+            self.past_ids.add(child_id)
+            self.model.requests[parent.request_id].finished.pop(number, None)
+            child = dataclasses.replace(
+                parent,
+                sequence_id=child_id,
+                candidate=number,
+                tokens=parent.tokens + tokens[1 + i : 2 + i],
+                table=list(parent.table),
+                issued=list(parent.issued),
+            )
+            self.model.sequences[child_id] = child
+        parent.tokens = parent.tokens + tokens[:1]
+
+    @precondition(lambda self: len(self.worker.in_flight) < MAX_IN_FLIGHT)
+    @rule()
+    def issue_step(self) -> None:
+        """Hand the step to the worker: every running sequence fills the slots it may."""
+        work = Work(self.model.step_id, self.model.step_copies, [], [])
+        for sequence in self.model.running():
+            start, end = sequence.issued_end, min(sequence.num_writable, len(sequence.tokens))
+            if end <= start:
+                continue
+            table = [block for block in sequence.table if block is not None]
+            for p in range(start, end):
+                content = tuple(sequence.tokens[: p + 1])
+                work.writes.append((table[p // BLOCK_SIZE], p % BLOCK_SIZE, content))
+            work.reads.append((table, list(sequence.tokens), end))
+            sequence.issued.append((work.step_id, end))
+        self.worker.in_flight.append(work)
+        self.model.step_id += 1
+        self.model.step_copies = []
+
+    @precondition(lambda self: self.worker.in_flight)
+    @rule(told=st.booleans())
+    def finish_step(self, told: bool) -> None:
+        """The oldest step is done: acknowledged with the next batch, and its results committed."""
+        self.model.acknowledge(self.worker.finish_oldest())
+        if not told:
+            return
+        done = []
+        for sequence in self.model.running():
+            ends = [end for step, end in sequence.issued if step <= self.model.acknowledged]
+            sequence.num_computed = max([sequence.num_computed, *ends])
+            done.append(sequence)
+        ids, computed = [s.sequence_id for s in done], [s.num_computed for s in done]
+        self.expect_ok(b.Commit(u64(ids), i32([]), i32(computed), i32([0] * len(ids))))
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data())
+    def whole_step(self, data: st.DataObject) -> None:
+        """As a scheduler does it: tokens and slots of all in one batch, then the step."""
+        if len(self.worker.in_flight) == MAX_IN_FLIGHT:
+            self.finish_step(True)
+        chosen = [s for s in self.model.running() if len(s.tokens) < MAX_MODEL_LEN]
+        ids = [s.sequence_id for s in chosen]
+        new = data.draw(st.lists(token, min_size=len(ids), max_size=len(ids)))
+        for sequence, one in zip(chosen, new, strict=True):
+            sequence.tokens = [*sequence.tokens, one]
+        slots = [len(s.tokens) for s in chosen]
+        computed = [s.num_computed for s in chosen]
+        failed, sources = self.model.reserve(ids, slots, [])
+        result = self.send(
+            b.Commit(u64(ids), i32(new), i32(computed)), b.Reserve(u64(ids), i32(slots))
+        )
+        expect(result.results[0], OpStatus.OK)
+        expect(result.results[1], OpStatus.NO_FREE_BLOCKS if failed else OpStatus.OK)
+        self.receive_deltas(result, sources)
+        self.issue_step()
+
+    # --- mistakes ----------------------------------------------------------------------
+
+    @rule(data=st.data(), chance=seldom)
+    def mistake(self, data: st.DataObject, chance: int) -> None:
+        """Ids that are unknown, stale, finished or named twice change nothing."""
+        if chance > 1:
+            return
+        finished = self.model.finished_ids()
+        known = set(self.model.sequences) | set(finished)
+        never = sorted((self.past_ids - known) | {1, 7 << 32, (1 << 63) + 5})
+        bad = data.draw(st.sampled_from(never + sorted(finished)))
+        live = sorted(self.model.sequences)
+        good = data.draw(st.lists(st.sampled_from(live), max_size=1)) if live else []
+        expected = OpStatus.INVALID_STATE if bad in finished else OpStatus.UNKNOWN_SEQUENCE
+        if good and data.draw(st.booleans()):
+            bad, expected = good[0], OpStatus.INVALID_ARGUMENT  # the same twice
+        ids = [*good, bad]
+        computed = [0] * len(ids)
+        ops: list[b.Op] = [
+            b.Free(ids),
+            b.Preempt(ids),
+            b.Admit([b.AdmitMember(i, 1) for i in ids]),
+            b.Commit(u64(ids), i32([0] * len(ids)), i32(computed)),
+            b.Reserve(u64(ids), i32([1] * len(ids))),
+        ]
+        if bad not in live:
+            ops += [b.Append(bad, i32([1])), b.Fork(bad, 1)]
+        for result in self.send(*ops).results:
+            # A good id in the wrong state for its op may be found out first.
+            assert result.status in (expected, OpStatus.INVALID_STATE), result
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        """The same batch: the same result. The same number with other ops: refused."""
+        batch, result = data.draw(st.sampled_from(self.sent))
+        assert self.memory.apply(batch, 0) is result
+        try:
+            self.memory.apply(dataclasses.replace(batch, digest=b"other"), 0)
+        except BatchConflict:
+            return
+        raise AssertionError("other ops under a used number were accepted")
+
+    # --- deaths ------------------------------------------------------------------------
+
+    @rule(chance=seldom)
+    def lose_worker(self, chance: int) -> None:
+        if not chance:
+            self.attach_another_worker()
+
+    def attach_another_worker(self) -> None:
+        self.num_workers += 1
+        self.memory.attach_pool(
+            self.memory.ledger.fence(), f"worker {self.num_workers}", GEOMETRY, 0
+        )
+        self.worker = NaiveWorker(BLOCK_SIZE)
+        self.sent = []
+        self.model.quarantine, self.model.step_copies = {}, []
+        for sequence in self.model.sequences.values():
+            sequence.is_running = False
+            sequence.forget_blocks()
+
+    @rule(chance=seldom)
+    def another_session(self, chance: int) -> None:
+        """The former holder's last step may have been issued: its blocks wait for it."""
+        if chance:
+            return
+        self.memory.ledger.close(self.memory.ledger.fence().session_id)
+        self.memory.open_session("another", 0, held_by_stream=True)
+        if self.memory.last_step_id == self.model.step_id:
+            self.issue_step()
+        self.sent = []
+        taken_back = self.model.in_use()
+        self.model.sequences, self.model.requests = {}, {}
+        if self.memory.last_step_id > self.model.acknowledged:
+            self.model.quarantine |= dict.fromkeys(taken_back, self.memory.last_step_id)
+        assert self.memory.manager is not None
+        held = set(self.memory.manager.pool.quarantined_blocks().tolist())
+        for work in self.worker.in_flight:
+            assert work.touched() <= held, f"step {work.step_id} can still touch free blocks"
+
+    # --- always ------------------------------------------------------------------------
+
+    @invariant()
+    def balances(self) -> None:
+        manager = self.memory.manager
+        assert manager is not None
+        check_integrity(manager)
+        if self.model.acknowledged == self.memory.acknowledged_step:
+            assert self.memory.levels() == self.model.expected_levels()
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        manager = self.memory.manager
+        assert manager is not None
+        views, truncated = sequence_views(manager, [], "", 10_000)
+        assert not truncated
+        live = {v.sequence_id: v for v in views if v.status != Status.FINISHED}
+        assert set(live) == set(self.model.sequences)
+        for sequence_id, sequence in self.model.sequences.items():
+            view, row = live[sequence_id], manager.sequences.row_of(sequence_id)
+            assert (view.status == Status.RUNNING) == sequence.is_running
+            assert view.block_ids.tolist() == sequence.table
+            assert view.num_computed_tokens == sequence.num_computed
+            assert view.candidate == sequence.candidate
+            tokens = manager.sequences.tokens[row, : view.num_tokens].tolist()
+            assert tokens == sequence.tokens
+        assert {v.sequence_id for v in views} - set(live) == set(self.model.finished_ids())
+
+
+TestMemoryAgainstModel = MemoryMachine.TestCase
+TestMemoryAgainstModel.settings = settings(
+    max_examples=250,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
