@@ -1,111 +1,131 @@
-"""The same cores in one process: the scheduler's two ports without a wire.
-
-For the serving benchmark's `split_ratio`, and for tests that drive the scheduler against the
-real memory core.
-"""
+"""The same cores in one process: the scheduler's two ports without a wire."""
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import numpy as np
 
+from benchmarks.kvmem_adapter import apply_batch, levels_of
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.memory import KvMemory
+from model_worker import step as worker_step
+from model_worker.build import build_runner
+from model_worker.options import WorkerOptions
 from scheduler_svc.core import ops
+from scheduler_svc.core.events import Connected
+from scheduler_svc.ports import WorkerDescription
 
 
-def to_kvmem_op(op: ops.Op) -> kv.Op:
-    """The scheduler's op as the memory core's."""
-    match op:
-        case ops.Commit():
-            return kv.Commit(
-                op.sequence_ids, op.token_ids, op.num_computed_tokens, op.num_tokens
-            )
-        case ops.Reserve():
-            return kv.Reserve(op.sequence_ids, op.num_slots, op.group_sizes)
-        case ops.Arrive(request):
-            return kv.Arrive(
-                request.request_id,
-                np.array(request.prompt_token_ids, np.int32),
-                request.params.n,
-                request.tenant,
-                request.spec,
-                request.digest,
-            )
-        case ops.Admit(members):
-            return kv.Admit(
-                [
-                    kv.AdmitMember(m.sequence_id, m.num_slots, m.share_from, m.num_shared_blocks)
-                    for m in members
-                ]
-            )
-        case ops.Fork(sequence_id, token_ids):
-            return kv.Fork(sequence_id, len(token_ids) - 1, np.array(token_ids, np.int32))
-        case ops.Preempt(sequence_ids):
-            return kv.Preempt(sequence_ids)
-        case ops.Free(sequence_ids, reason):
-            return kv.Free(sequence_ids, kv.FinishReason(reason))
-        case ops.Confirm(request_id):
-            return kv.Confirm(request_id)
+class InProcessKvMemory:
+    """The memory core behind the scheduler's port: a method call instead of a stream."""
+
+    def __init__(self, max_sequences: int = 4096) -> None:
+        self.memory = KvMemory("in-process", max_sequences=max_sequences)
+        self._fence = kv.Fence("", 0, "")
+
+    async def open(self, holder: str, worker: WorkerDescription) -> Connected:
+        session = self.memory.open_session(holder, 0, held_by_stream=True)
+        bare = kv.Fence(session.session_id, session.epoch, "in-process")
+        geometry = kv.PoolGeometry(worker.num_blocks, worker.block_size, worker.max_model_len)
+        self.memory.attach_pool(bare, worker.boot_id, geometry, 0)
+        self._fence = replace(bare, worker_boot_id=worker.boot_id)
+        return Connected(
+            next_batch_seq=1,
+            last_step_id=0,
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+            levels=levels_of(self.memory.levels()),
+        )
+
+    async def apply(self, batch: ops.Batch, traceparent: str) -> ops.BatchResult:
+        del traceparent
+        return apply_batch(self.memory, batch, self._fence, 0)
+
+    async def close(self) -> None:
+        pass
 
 
-def _op_result(result: kv.OpResult) -> ops.OpResult:
-    status, message = ops.OpStatus(result.status), result.message
-    match result.value:
-        case kv.Arrived(sequence_id, arrival_number):
-            return ops.OpResult(
-                status, message, sequence_id=sequence_id, arrival_number=arrival_number
-            )
-        case kv.Admitted(tables):
-            return ops.OpResult(
-                status,
-                message,
-                tables=tuple(
-                    ops.Table(t.sequence_id, t.block_ids.tolist(), t.table_version)
-                    for t in tables
-                ),
-            )
-        case kv.Forked() as forked:
-            table = ops.Table(0, forked.block_ids.tolist(), forked.table_version)
-            return ops.OpResult(
-                status,
-                message,
-                tables=(table,),
-                child_sequence_ids=tuple(forked.child_sequence_ids),
-            )
-        case kv.Reserved(failed_groups):
-            return ops.OpResult(status, message, failed_groups=tuple(failed_groups.tolist()))
-    return ops.OpResult(status, message)
+class InProcessWorker:
+    """The model runner behind the scheduler's port, on one thread of its own."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._runner = self._thread.submit(build_runner, options).result()
+
+    async def describe(self) -> WorkerDescription:
+        runner = self._runner
+        loaded, limits = runner.loaded, runner.input_batch.limits
+        return WorkerDescription(
+            boot_id="in-process",
+            model_name=loaded.source.name,
+            model_path=str(loaded.source.path),
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            attention_backend=runner.attention_backend,
+            num_blocks=runner.kv.num_blocks,
+            block_size=runner.kv.block_size,
+            max_model_len=loaded.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
+    async def execute(self, step: ops.Step, traceparent: str) -> ops.StepResult:
+        del traceparent
+        loop = asyncio.get_running_loop()
+        output = await loop.run_in_executor(self._thread, self._runner.execute, step_input(step))
+        timings = output.timings
+        return ops.StepResult(
+            output.step_id,
+            output.sampled_token_ids,
+            output.logprobs,
+            ops.StepTimings(
+                timings.idle_us, timings.prepare_us, timings.forward_us, timings.sample_us
+            ),
+        )
+
+    async def close(self) -> None:
+        self._thread.shutdown()
 
 
-def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
-    return ops.PoolLevels(
-        levels.num_free_blocks, levels.num_quarantined_blocks, levels.num_free_sequences
+def step_input(step: ops.Step) -> worker_step.StepInput:
+    """The scheduler's step as the worker's runner takes it."""
+    return worker_step.StepInput(
+        step_id=step.step_id,
+        sequence_ids=step.sequence_ids,
+        table_versions=step.table_versions,
+        num_input_tokens=step.num_input_tokens,
+        num_computed_tokens=step.num_computed_tokens,
+        input_token_ids=step.input_token_ids,
+        num_samples=step.num_samples,
+        copy_src_block_ids=step.copy_src,
+        copy_dst_block_ids=step.copy_dst,
+        starts=tuple(map(_worker_start, step.starts)),
+        deltas=worker_step.TableDeltas(
+            step.deltas.sequence_ids,
+            step.deltas.table_indices,
+            step.deltas.block_ids,
+            step.deltas.table_versions,
+        ),
+        dropped_sequence_ids=step.dropped_sequence_ids,
     )
 
 
-def apply_batch(memory: KvMemory, batch: ops.Batch, fence: kv.Fence, now_ms: int) -> ops.BatchResult:
-    """Carry a scheduler's batch out on a memory core."""
-    result = memory.apply(
-        kv.Batch(
-            fence,
-            batch.batch_seq,
-            batch.step_id,
-            batch.acknowledged_step,
-            [to_kvmem_op(op) for op in batch.ops],
-            digest=batch.batch_seq.to_bytes(8, "little"),
+def _worker_start(start: ops.SequenceStart) -> worker_step.SequenceStart:
+    params = start.params
+    return worker_step.SequenceStart(
+        start.sequence_id,
+        np.array(start.block_ids, np.int32),
+        start.table_version,
+        worker_step.Sampling(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed,
+            start.sample_index,
+            start.masked_token_ids,
+            start.masked_before_position,
         ),
-        now_ms,
-    )
-    return ops.BatchResult(
-        result.batch_seq,
-        tuple(map(_op_result, result.results)),
-        ops.TableDeltas(
-            result.deltas.sequence_ids.astype(np.uint64, copy=False),
-            result.deltas.table_indices.astype(np.int32, copy=False),
-            result.deltas.block_ids.astype(np.int32, copy=False),
-            result.deltas.table_versions.astype(np.uint32, copy=False),
-        ),
-        result.copies.src_block_ids.astype(np.int32, copy=False),
-        result.copies.dst_block_ids.astype(np.int32, copy=False),
-        levels_of(result.levels),
     )

@@ -1,0 +1,110 @@
+"""The memory core as the scheduler's core sees it, without a wire between them.
+
+For the one-process stack of the serving benchmark, and for tests that drive the scheduler
+against the real memory core.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmem_svc.core import batch as kv
+from kvmem_svc.core.memory import KvMemory
+from scheduler_svc.core import ops
+
+
+def to_kvmem_op(op: ops.Op) -> kv.Op:
+    """The scheduler's op as the memory core's."""
+    match op:
+        case ops.Commit():
+            return kv.Commit(op.sequence_ids, op.token_ids, op.num_computed_tokens, op.num_tokens)
+        case ops.Reserve():
+            return kv.Reserve(op.sequence_ids, op.num_slots, op.group_sizes)
+        case ops.Arrive(request):
+            return kv.Arrive(
+                request.request_id,
+                np.array(request.prompt_token_ids, np.int32),
+                request.params.n,
+                request.tenant,
+                request.spec,
+                request.digest,
+            )
+        case ops.Admit(members):
+            return kv.Admit(
+                [
+                    kv.AdmitMember(m.sequence_id, m.num_slots, m.share_from, m.num_shared_blocks)
+                    for m in members
+                ]
+            )
+        case ops.Fork(sequence_id, token_ids):
+            return kv.Fork(sequence_id, len(token_ids) - 1, np.array(token_ids, np.int32))
+        case ops.Preempt(sequence_ids):
+            return kv.Preempt(sequence_ids)
+        case ops.Free(sequence_ids, reason):
+            return kv.Free(sequence_ids, kv.FinishReason(reason))
+        case ops.Confirm(request_id):
+            return kv.Confirm(request_id)
+
+
+def _op_result(result: kv.OpResult) -> ops.OpResult:
+    status, message = ops.OpStatus(result.status), result.message
+    match result.value:
+        case kv.Arrived(sequence_id, arrival_number):
+            return ops.OpResult(
+                status, message, sequence_id=sequence_id, arrival_number=arrival_number
+            )
+        case kv.Admitted(tables):
+            return ops.OpResult(
+                status,
+                message,
+                tables=tuple(
+                    ops.Table(t.sequence_id, t.block_ids.tolist(), t.table_version) for t in tables
+                ),
+            )
+        case kv.Forked() as forked:
+            table = ops.Table(0, forked.block_ids.tolist(), forked.table_version)
+            return ops.OpResult(
+                status,
+                message,
+                tables=(table,),
+                child_sequence_ids=tuple(forked.child_sequence_ids),
+            )
+        case kv.Reserved(failed_groups):
+            return ops.OpResult(status, message, failed_groups=tuple(failed_groups.tolist()))
+    return ops.OpResult(status, message)
+
+
+def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
+    return ops.PoolLevels(
+        levels.num_free_blocks, levels.num_quarantined_blocks, levels.num_free_sequences
+    )
+
+
+def apply_batch(
+    memory: KvMemory, batch: ops.Batch, fence: kv.Fence, now_ms: int
+) -> ops.BatchResult:
+    """Carry a scheduler's batch out on a memory core."""
+    result = memory.apply(
+        kv.Batch(
+            fence,
+            batch.batch_seq,
+            batch.step_id,
+            batch.acknowledged_step,
+            [to_kvmem_op(op) for op in batch.ops],
+            digest=batch.batch_seq.to_bytes(8, "little"),
+        ),
+        now_ms,
+    )
+    return ops.BatchResult(
+        result.batch_seq,
+        tuple(map(_op_result, result.results)),
+        ops.TableDeltas(
+            result.deltas.sequence_ids.astype(np.uint64, copy=False),
+            result.deltas.table_indices.astype(np.int32, copy=False),
+            result.deltas.block_ids.astype(np.int32, copy=False),
+            result.deltas.table_versions.astype(np.uint32, copy=False),
+        ),
+        result.copies.src_block_ids.astype(np.int32, copy=False),
+        result.copies.dst_block_ids.astype(np.int32, copy=False),
+        levels_of(result.levels),
+    )
