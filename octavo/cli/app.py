@@ -32,6 +32,10 @@ INTERRUPTED_EXIT_CODE = 130
 Model = Annotated[
     str, typer.Option(help="A local folder or a hub id.", show_default="the demo model")
 ]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(help="For the KV pool, e.g. 2GiB.", show_default="a part of what is free"),
+]
 StateFolder = Annotated[
     Path | None,
     typer.Option(envvar="OCTAVO_STATE_DIR", help="Where sockets, log and state are kept."),
@@ -92,6 +96,7 @@ def connected(address: str | None, state_dir: Path | None) -> Iterator[Client]:
     """A client of the server at `address`, or of the stack that runs on the state folder."""
     from octavo.cli.state import StateDir, default_state_dir
     from octavo.client import Client
+    from octavo.errors import UnavailableError
     from octavo.service import telemetry
 
     if address is None:
@@ -100,6 +105,14 @@ def connected(address: str | None, state_dir: Path | None) -> Iterator[Client]:
     try:
         with Client(address, tracer=traces.tracer if traces.enabled else None) as client:
             yield client
+    except UnavailableError as error:
+        if error.reason != "UNAVAILABLE":  # a server answered, and said why
+            raise
+        raise UnavailableError(
+            f"no server can be reached at {address} ({error.message.split(';')[0]}):"
+            " start one with `octavo up`, or say where it is with --address",
+            reason=error.reason,
+        ) from error
     finally:
         traces.shutdown()
 
@@ -118,9 +131,7 @@ def root(
 @app.command()
 def up(
     model: Model = "",
-    kv_memory: Annotated[
-        str | None, typer.Option(help="For the KV pool, e.g. 2GiB.", show_default="chosen")
-    ] = None,
+    kv_memory: KvMemory = None,
     state_dir: StateFolder = None,
     listen: Annotated[
         str | None, typer.Option(help="Serve the public API on host:port as well.")
@@ -255,9 +266,9 @@ def prepare(model: Model = "") -> None:
 
 
 @app.command()
-def demo(model: Model = "") -> None:
+def demo(model: Model = "", kv_memory: KvMemory = None) -> None:
     """Ask a real model a question through three processes, and look inside."""
     from octavo.cli.demo import run_demo
 
     with told_plainly():
-        raise typer.Exit(asyncio.run(run_demo(model, out)))
+        raise typer.Exit(asyncio.run(run_demo(model, kv_memory, out)))

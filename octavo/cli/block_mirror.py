@@ -244,6 +244,8 @@ class RequestStory:
         self.widest = Picture(())
         self.lowest_levels: kv.PoolLevels | None = None
         self.last_levels: kv.PoolLevels | None = None
+        # Blocks taken after that moment, by candidate.
+        self.taken_later: list[tuple[int, int]] = []
         self.num_preemptions = 0
         self.confirmed = False
         self._mirror = BlockMirror()
@@ -287,7 +289,9 @@ class RequestStory:
                 continue
             if isinstance(change, GivenBack):
                 self.given_back += change.block_ids
-            elif change.slot.src_block_id is not None:
+                continue
+            self.taken_later.append((candidate, change.slot.block_id))
+            if change.slot.src_block_id is not None:
                 self.copies.append(
                     Copy(
                         change.step_id,
@@ -303,6 +307,7 @@ class RequestStory:
         fewer_candidates = len(now.tables) < len(self.widest.tables)
         if not fewer_candidates and len(now.block_ids) >= len(self.widest.block_ids):
             self.widest = now
+            self.taken_later.clear()
 
     def _note_levels(self, levels: kv.PoolLevels) -> None:
         lowest = self.lowest_levels

@@ -45,19 +45,24 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             "no_grpc_proxy": "127.0.0.1",
         }
 
-    async def wait_until(
-        self, condition: Callable[[list[Span]], bool], *, timeout_s: float
-    ) -> bool:
-        """Wait until the spans received meet `condition`; False when they do not in time."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(self.spans):
-            if time.monotonic() > deadline:
-                return False
+    async def wait_until_quiet(
+        self, condition: Callable[[list[Span]], bool], *, quiet_s: float, timeout_s: float
+    ) -> None:
+        """Wait until the spans meet `condition` and no more have come for quiet_s seconds, or
+        until timeout_s have passed: what is missing then will not come."""
+        deadline_s = time.monotonic() + timeout_s
+        num_spans, unchanged_since_s = -1, time.monotonic()
+        while (now_s := time.monotonic()) < deadline_s:
+            if len(self.spans) != num_spans:
+                num_spans, unchanged_since_s = len(self.spans), now_s
+            elif now_s - unchanged_since_s >= quiet_s and condition(self.spans):
+                return
             await asyncio.sleep(0.05)
-        return True
 
     async def Export(
-        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: Any
+        self,
+        request: trace_service_pb2.ExportTraceServiceRequest,
+        context: Any,  # noqa: ARG002
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         for resource_spans in request.resource_spans:
             attributes = _attributes(resource_spans.resource.attributes)

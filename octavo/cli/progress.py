@@ -43,14 +43,28 @@ def preparing_model(console: Console) -> Iterator[Callable[[str, float], None]]:
             )
     else:
         stages: list[str] = []
-        yield lambda stage, _: _say_new_stage(console, title, stage, stages)
+        yield lambda stage, fraction: _say_new_stage(console, title, stage, fraction, stages)
     console.print(f"The model is ready ({time.monotonic() - began_s:.1f} s).", highlight=False)
 
 
-def _say_new_stage(console: Console, title: str, stage: str, stages: list[str]) -> None:
-    if stage not in stages:
+def _say_new_stage(
+    console: Console, title: str, stage: str, fraction: float, stages: list[str]
+) -> None:
+    if stage not in stages and fraction < 1:
         stages.append(stage)
         console.print(f"{title}: {stage}", highlight=False)
+
+
+@contextlib.contextmanager
+def generating(console: Console, title: str, max_tokens: int) -> Iterator[Callable[[int], None]]:
+    """Gives a callback for the number of tokens that have come."""
+    if not console.is_terminal:
+        console.print(f"{title} ...")
+        yield lambda num_tokens: None
+        return
+    with _bar(console) as bar:
+        task = bar.add_task(title, total=max_tokens)
+        yield lambda num_tokens: bar.advance(task, num_tokens)
 
 
 async def starting_services(console: Console, supervisor: Supervisor, timeout_s: float) -> None:

@@ -27,6 +27,17 @@ _SERVICE_STYLES = {
     "octavo-worker": "magenta",
 }
 SHOWN_STEPS = 3
+# Of the counts that spans carry as attributes (with or without `octavo.`), those worth showing.
+_SHOWN_COUNTS = {
+    "num_prompt_tokens": "prompt token",
+    "num_output_tokens": "output token",
+    "num_tokens": "token",
+    "num_sequences": "sequence",
+    "num_allocated_blocks": "new block",
+    "num_copied_blocks": "block copy",
+    "num_freed_blocks": "freed block",
+    "num_children": "new sequence",
+}
 
 
 def answer_name(index: int) -> str:
@@ -63,6 +74,16 @@ def num_common_tokens(candidates: Sequence[Candidate]) -> int:
     """How many tokens all candidates begin with."""
     together = zip(*(candidate.token_ids for candidate in candidates), strict=False)
     return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, together))
+
+
+def parting_line(candidates: Sequence[Candidate]) -> Text:
+    """Where the answers begin to differ."""
+    common = num_common_tokens(candidates)
+    if common == 0:
+        return Text("They differ from their first token on.")
+    if len({candidate.token_ids for candidate in candidates}) == 1:
+        return Text("They are the same, token for token.")
+    return Text(f"Their first {counted(common, 'token')} are the same, then they part.")
 
 
 # ---------------------------------------------------------------- block tables
@@ -106,6 +127,7 @@ def story_lines(story: RequestStory, block_size: int) -> list[Text]:
         _sharing_line(story.widest),
         *_copy_lines(story, block_size),
         _growth_line(story.widest),
+        *_later_lines(story),
         *_preemption_lines(story.num_preemptions),
     ]
 
@@ -138,8 +160,8 @@ def _copy_lines(story: RequestStory, block_size: int) -> list[Text]:
         return [Text(f"No block was copied{why if whole else ''}.")]
     return [
         Text.assemble(
-            f"Where the answers part, answer {answer_name(copy.candidate)} had to write into"
-            f" block {copy.src_block_id} while another still read it, so it was ",
+            f"Block {copy.src_block_id} still has room, and each answer goes on in it with tokens"
+            f" of its own. So before answer {answer_name(copy.candidate)} wrote into it, it was ",
             (f"copied on write: block {copy.src_block_id} → block {copy.dst_block_id}", COPIED),
             f" (step {copy.step_id}).",
         )
@@ -162,6 +184,20 @@ def _growth_line(picture: Picture) -> Text:
     else:
         grew.append("no further block was needed")
     return grew.append(f". In all, {counted(physical, 'physical block')}{saved}.")
+
+
+def _later_lines(story: RequestStory) -> list[Text]:
+    """Blocks that came when not all answers were there any more."""
+    by_candidate: dict[int, list[int]] = {}
+    for candidate, block_id in story.taken_later:
+        by_candidate.setdefault(candidate, []).append(block_id)
+    return [
+        Text(
+            f"When another answer had ended, answer {answer_name(candidate)} went on and took"
+            f" {'block' if len(block_ids) == 1 else 'blocks'} {_numbers(block_ids)}."
+        )
+        for candidate, block_ids in by_candidate.items()
+    ]
 
 
 def _preemption_lines(num_preemptions: int) -> list[Text]:
@@ -193,8 +229,8 @@ def _level_cells(levels: PoolLevels) -> tuple[Text, str, str]:
 
 
 def given_back_line(story: RequestStory) -> Text:
-    blocks = sorted(story.given_back)
-    kept = story.blocks_used - set(blocks)
+    blocks = set(story.given_back)
+    kept = story.blocks_used - blocks
     if kept:
         return Text(f"Blocks {_numbers(kept)} were NOT given back.", "bold red")
     return Text.assemble(
@@ -220,7 +256,20 @@ def trace(request: RequestTrace) -> RenderableType:
     steps = _tree(title, request.steps[:SHOWN_STEPS])
     if len(request.steps) > SHOWN_STEPS:
         steps.add(Text(f"… {len(request.steps) - SHOWN_STEPS} more", "dim"))
-    return Group(*parts, steps, _totals(request))
+    return Group(*parts, steps, _totals(request), _share_line(request))
+
+
+def _share_line(request: RequestTrace) -> Text:
+    """How much of the request's time the worker computed."""
+    whole_ms = max(root.span.duration_ms for root in request.roots)
+    of_name = {total.name: total.total_ms for total in request.totals()}
+    if "worker.execute" not in of_name or not whole_ms:
+        return Text("")
+    worker_ms = of_name["worker.execute"]
+    return Text(
+        f"Of the {milliseconds(whole_ms)} the request took, the worker was computing for"
+        f" {milliseconds(worker_ms)} ({worker_ms / whole_ms:.0%})."
+    )
 
 
 def _tree(title: str, nodes: Iterable[Node]) -> Tree:
@@ -240,12 +289,12 @@ def _span_label(span: Span) -> Text:
     label = Text.assemble(
         (span.name, _SERVICE_STYLES.get(span.service, "")), "  ", milliseconds(span.duration_ms)
     )
-    told = [
-        f"{key.removeprefix('octavo.num_')} {value}"
-        for key, value in span.attributes.items()
-        if key.startswith("octavo.num_") and value
+    counts = [
+        counted(value, _SHOWN_COUNTS[name])
+        for name, value in ((key.removeprefix("octavo."), v) for key, v in span.attributes.items())
+        if name in _SHOWN_COUNTS and isinstance(value, int) and value > 0
     ]
-    return label.append(f"  {', '.join(told)}" if told else "", "dim")
+    return label.append(f"  {', '.join(counts)}" if counts else "", "dim")
 
 
 def _totals(request: RequestTrace) -> Table:
@@ -274,8 +323,10 @@ def milliseconds(duration_ms: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """`1 block`, `2 blocks`, `2 copies`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun.removesuffix('y') + 'ie' if noun.endswith('y') else noun}s"
 
 
 def _numbers(numbers: Iterable[int]) -> str:

@@ -45,17 +45,20 @@ def service_specs(
     options: StackOptions, model_path: str, addresses: Mapping[str, str]
 ) -> list[ServiceSpec]:
     """The commands of the three services, in the order in which they are to drain."""
+    limits = [
+        *_given("--max-num-batched-tokens", options.max_num_batched_tokens),
+        *_given("--max-num-seqs", options.max_num_seqs),
+    ]
     scheduler = [
         *("--address", addresses["scheduler"]),
         *(("--address", options.listen) if options.listen else ()),
         *("--kvmem", addresses["kvmem"], "--worker", addresses["worker"]),
-        *_given("--max-num-batched-tokens", options.max_num_batched_tokens),
-        *_given("--max-num-seqs", options.max_num_seqs),
+        *limits,
     ]
     worker = [
         *("--address", addresses["worker"], "--model", model_path),
         *_given("--kv-memory", options.kv_memory),
-        *_given("--max-num-batched-tokens", options.max_num_batched_tokens),
+        *limits,
     ]
     kvmem = ["--address", addresses["kvmem"]]
     common = _given("--log-level", options.log_level)
@@ -166,10 +169,10 @@ class Stack:
         services = {} if self.supervisor is None else self.supervisor.services
         return {name: s.pid for name, s in services.items() if s.pid is not None}
 
-    async def drain(self) -> None:
+    async def drain(self, on_stopped: Callable[[str], None]) -> None:
         """Stop everything in order; returns when no process and no socket is left."""
         if self.supervisor is not None:
-            await self.supervisor.drain()
+            await self.supervisor.drain(on_stopped)
         for address in self.addresses.values():
             # A service that was killed leaves its socket behind.
             Path(address.removeprefix("unix:")).unlink(missing_ok=True)
@@ -193,12 +196,15 @@ class Stack:
 
 
 async def run_stack(
-    stack: Stack, body: Callable[[], Awaitable[None]], on_stopping: Callable[[], None]
+    stack: Stack,
+    body: Callable[[], Awaitable[None]],
+    on_stopping: Callable[[], None],
+    on_stopped: Callable[[str], None],
 ) -> int:
     """Run `body`, which brings the stack up and uses it, then drain; the exit status.
 
     SIGINT, SIGTERM and SIGHUP end the body and drain; the next one kills. Raises what the body
-    raised, once everything is stopped.
+    raised, once everything is stopped. `on_stopped` is called with each service that has ended.
     """
     told = _Signals()
     running = asyncio.ensure_future(body())
@@ -211,7 +217,7 @@ async def run_stack(
         on_stopping()
         killing = asyncio.create_task(_kill_on(told.second, stack))
         await asyncio.wait({running})
-        await stack.drain()
+        await stack.drain(on_stopped)
         killing.cancel()
         told.close()
     if not running.cancelled() and (error := running.exception()) is not None:

@@ -60,14 +60,19 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """backoff_*: pause before a restart, doubling; healthy_reset_s: time in service after
-    which it starts over. max_start_failures: deaths before the first time in service that
-    make the supervisor give up. drain_timeout_s: for each service, then it is killed."""
+    """How patient the supervisor is.
+
+    backoff_*: pause before a restart, doubling.
+    healthy_reset_s: time in service after which that starts over.
+    max_start_deaths: deaths by a signal, before the first time in service, that make the
+        supervisor give up.
+    drain_timeout_s: for each service; then it is killed.
+    """
 
     backoff_min_s: float = 0.05
     backoff_max_s: float = 5.0
     healthy_reset_s: float = 30.0
-    max_start_failures: int = 3
+    max_start_deaths: int = 3
     drain_timeout_s: float = 40.0
     probe_interval_s: float = 0.1
 
@@ -118,6 +123,7 @@ class Service:
         self._stopping = asyncio.Event()
         self._served_since: float | None = None
         self._ever_served = False
+        self._last_line = ""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -144,30 +150,35 @@ class Service:
             _kill_group(self.pid)
 
     async def _run(self) -> None:
-        failures = 0
+        num_deaths = 0
         while not self._stopping.is_set():
-            status = await self._run_once()
+            code = await self._run_once()
             if self._stopping.is_set():
                 break
-            failures += 1
-            if not self._ever_served and failures >= self._supervisor.config.max_start_failures:
+            num_deaths += 1
+            if not self._ever_served and self._is_hopeless(code, num_deaths):
                 self._set_state(ServiceState.FAILED)
-                self._supervisor.give_up(
-                    f"{self.spec.name} could not start: {status}, {failures} times in a row"
-                )
+                why = self._last_line or how_it_ended(code)
+                self._supervisor.give_up(f"{self.spec.name} could not start: {why}")
                 return
             served_s = 0.0 if self._served_since is None else _now_s() - self._served_since
             pause_s = self._backoff.pause_s(served_s)
             self._set_state(ServiceState.WAITING)
-            self._note(f"{status}; starting it again in {pause_s * 1000:.0f} ms")
+            self._note(f"{how_it_ended(code)}; starting it again in {pause_s * 1000:.0f} ms")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             self.num_restarts += 1
         self._set_state(ServiceState.STOPPED)
 
-    async def _run_once(self) -> str:
-        """One process from start to end; says how it ended."""
+    def _is_hopeless(self, code: int, num_deaths: int) -> bool:
+        """Whether to give up a service that has never been in service. One that exits by itself
+        has said why, and would say it again; one that is killed may have better luck."""
+        return code >= 0 or num_deaths >= self._supervisor.config.max_start_deaths
+
+    async def _run_once(self) -> int:
+        """One process from start to end; its exit status, or less its signal's number."""
         self._served_since = None
+        self._last_line = ""
         self._set_state(ServiceState.STARTING)
         process = self._spawn()
         self.pid = process.pid
@@ -184,7 +195,7 @@ class Service:
         with contextlib.suppress(asyncio.CancelledError):
             await watching
         await _finish(reading, OUTPUT_GRACE_S)
-        return _how_it_ended(code)
+        return code
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         shim = (sys.executable, "-I", "-S", str(CHILD_SCRIPT), str(os.getpid()))
@@ -227,7 +238,9 @@ class Service:
             self._supervisor.changed()
 
     def _log(self, line: bytes) -> None:
-        self._supervisor.log.write(self.spec.name, line.decode("utf-8", "replace").rstrip("\r"))
+        text = line.decode("utf-8", "replace").rstrip()
+        self._last_line = text or self._last_line
+        self._supervisor.log.write(self.spec.name, text)
 
     def _note(self, message: str) -> None:
         self._supervisor.log.write("octavo", f"{self.spec.name}: {message}")
@@ -289,10 +302,11 @@ class Supervisor:
         """Return never; raises ServiceFailedError when a service cannot be brought up."""
         await self._wait_for(lambda: False)
 
-    async def drain(self) -> None:
+    async def drain(self, on_stopped: Callable[[str], None] = lambda name: None) -> None:
         """Stop the services one after the other, each when the one before it is gone."""
-        for service in self.services.values():
+        for name, service in self.services.items():
             await service.stop(self.config.drain_timeout_s)
+            on_stopped(name)
 
     def kill(self) -> None:
         """Kill all of them at once; `drain` then returns at once."""
@@ -336,7 +350,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     with contextlib.suppress(ValueError):

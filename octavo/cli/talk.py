@@ -43,12 +43,14 @@ def show_answer(
 def flow(chunks: ChunkStream, console: Console) -> None:
     """Print one answer piece by piece, and on a terminal say when its end was unusual."""
     end: FinishReason | None = None
-    for chunk in chunks:
-        print_piece(chunk.text, console)
-        for part in chunk.candidates:
-            end = part.finish_reason
-    console.print()
-    if console.is_terminal and end in _UNUSUAL_ENDS:
+    try:
+        for chunk in chunks:
+            print_piece(chunk.text, console)
+            for part in chunk.candidates:
+                end = part.finish_reason
+    finally:
+        console.print()
+    if console.is_terminal and end is not None and end in _UNUSUAL_ENDS:
         console.print(f"[dim]({_UNUSUAL_ENDS[end]})[/]")
 
 

@@ -38,9 +38,12 @@ async def _run(state: StateDir, options: StackOptions, log: MergedLog, console: 
         await supervisor.wait_failed()
 
     def say_stopping() -> None:
-        console.print("Stopping: scheduler, worker, kvmem. Ctrl-C again kills them.")
+        console.print("Stopping. Ctrl-C again kills what is left.")
 
-    return await run_stack(stack, serve, say_stopping)
+    def say_stopped(service: str) -> None:
+        console.print(f"{service} has ended.")
+
+    return await run_stack(stack, serve, say_stopping, say_stopped)
 
 
 def _welcome(stack: Stack, state: StateDir) -> Panel:

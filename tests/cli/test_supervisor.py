@@ -126,18 +126,33 @@ def test_a_service_that_keeps_dying_after_it_has_served_is_restarted_with_growin
     asyncio.run(main())
 
 
-def test_a_service_that_never_gets_into_service_is_given_up() -> None:
-    async def never(address: str) -> bool:
-        return False
+async def never(address: str) -> bool:
+    return False
 
+
+def test_a_service_that_exits_before_it_ever_served_is_given_up_with_its_last_words() -> None:
     async def main() -> None:
         log = ListLog()
         failing = python("a", "raise SystemExit('no such model')", address="unix:/nowhere")
         async with supervised(failing, python("b", SLEEP), log=log, probe=never) as supervisor:
-            with pytest.raises(ServiceFailedError, match="a could not start: exited with status 1"):
+            with pytest.raises(ServiceFailedError, match="a could not start: no such model"):
                 await supervisor.wait_serving(SOON_S)
             assert supervisor.services["a"].state is ServiceState.FAILED
-        assert log.of("a") == ["no such model"] * 3
+        assert log.of("a") == ["no such model"]
+
+    asyncio.run(main())
+
+
+def test_a_service_that_is_killed_before_it_ever_served_gets_a_few_tries() -> None:
+    async def main() -> None:
+        log = ListLog()
+        killed = python("a", "import os; os.kill(os.getpid(), 9)", address="unix:/nowhere")
+        async with supervised(killed, log=log, probe=never) as supervisor:
+            with pytest.raises(
+                ServiceFailedError, match="a could not start: was killed by SIGKILL"
+            ):
+                await supervisor.wait_serving(SOON_S)
+            assert supervisor.services["a"].num_restarts == QUICK.max_start_deaths - 1
 
     asyncio.run(main())
 

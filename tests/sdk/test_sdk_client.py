@@ -366,13 +366,13 @@ def test_an_answer_that_breaks_the_contract_is_an_error(
 
 
 def test_a_closed_client_says_so(client_class: Any, address: str) -> None:
-    client = client_class(address)
-    client.health()
-    client.close()
-    for call in (lambda: client.generate("p"), client.health):
-        with pytest.raises(octavo.UnavailableError) as raised:
-            call()
-        assert raised.value.reason == "CLIENT_CLOSED"
+    with client_class(address) as client:
+        client.health()
+        client.close()
+        for call in (lambda: client.generate("p"), client.health):
+            with pytest.raises(octavo.UnavailableError) as raised:
+                call()
+            assert raised.value.reason == "CLIENT_CLOSED"
 
 
 def test_a_stream_outliving_its_event_loop_is_harmless(
