@@ -16,12 +16,13 @@ import grpc.aio
 import structlog
 
 from kvmem_svc import convert
+from kvmem_svc.core import batch as b
 from kvmem_svc.core.errors import KvMemoryError
 from kvmem_svc.core.limits import MAX_OPS_PER_BATCH
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.session import Session
 from kvmem_svc.core.views import sequence_views
-from kvmem_svc.traces import BatchTracer
+from kvmem_svc.traces import BatchTrace, BatchTracer
 from kvmem_svc.watchers import Watchers
 from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry
@@ -87,8 +88,6 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._stream = task
             await context.write(pb.SessionReply(opened=self._opened()))
             await self._serve_batches(context)
-            self._memory.ledger.close(session.session_id)
-            log.info("session closed", session_id=session.session_id)
         except asyncio.CancelledError:
             error = self._ended_by_us.pop(task, None)
             if error is None:
@@ -100,21 +99,16 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         finally:
             self._ended_by_us.pop(task, None)
             if session is not None and self._stream is task:
+                # Whether the holder is done or its stream broke cannot be told apart in time.
                 self._stream = None
-                self._release(session)
+                self._memory.ledger.release(session.session_id, self._now_ms())
+                log.info("session stream ended", session_id=session.session_id)
 
     async def _serve_batches(self, context: grpc.aio.ServicerContext) -> None:
         while isinstance(request := await context.read(), pb.SessionRequest):
             if not request.HasField("batch"):
                 raise ServiceError("INVALID_BATCH", "a session is opened by its first message only")
             await context.write(pb.SessionReply(result=self._apply(request.batch)))
-
-    def _release(self, session: Session) -> None:
-        """The stream is over. One that was closed politely has left nothing to release."""
-        current = self._memory.ledger.session
-        if current is session:
-            self._memory.ledger.release(session.session_id, self._now_ms())
-            log.warning("session stream broke", session_id=session.session_id)
 
     def _end_stream(self, task: asyncio.Task[None], error: ServiceError) -> None:
         self._ended_by_us[task] = error
@@ -215,27 +209,29 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
     def _apply(self, request: pb.Batch) -> pb.BatchResult:
         """Apply one batch, and tell watchers and traces. Raises KvMemoryError, ServiceError."""
         self._refuse_when_draining()
-        start_ns = time.time_ns() if self._tracer.enabled else 0
         memory = self._memory
         num_batches = memory.num_batches
         batch = convert.batch_from_pb(request)
+        trace = self._begin_trace(batch, request) if self._tracer.enabled else None
         now_ms = self._now_ms()
         result = self._guarded(lambda: memory.apply(batch, now_ms))
         reply = convert.result_to_pb(result)
         if memory.num_batches == num_batches:  # sent again: told already
             return reply
-        if self._tracer.enabled:
-            arrivals = {
-                op.arrive.request_id: op.arrive.traceparent
-                for op in request.step.ops
-                if op.HasField("arrive")
-            }
-            span_ns = (start_ns, time.time_ns())
-            self._tracer.record(batch, result, request.traceparent, arrivals, span_ns)
+        if trace is not None:
+            self._tracer.end(trace, result)
         if self._watchers:
             applied = pb.AppliedBatch(batch_seq=request.batch_seq, step=request.step, result=reply)
             self._watchers.publish(pb.WatchEvent(applied=applied))
         return reply
+
+    def _begin_trace(self, batch: b.Batch, request: pb.Batch) -> BatchTrace:
+        arrivals = {
+            op.arrive.request_id: op.arrive.traceparent
+            for op in request.step.ops
+            if op.HasField("arrive")
+        }
+        return self._tracer.begin(batch, request.traceparent, arrivals)
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """Run a mutation of the core. What is no KvMemoryError is a bug: the process ends."""

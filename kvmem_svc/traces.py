@@ -3,8 +3,10 @@ a single request in that request's own trace."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from opentelemetry.util.types import AttributeValue
 
@@ -14,6 +16,18 @@ from kvmem_svc.core.views import request_id_of
 from octavo.service.telemetry import Telemetry
 
 Attributes = Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTrace:
+    """A batch about to be applied. `traceparent` is its step's; `arrivals` maps the ids of
+    requests that arrive in it to theirs; `requests` are those each op is about."""
+
+    start_ns: int
+    batch: b.Batch
+    traceparent: str
+    arrivals: Mapping[str, str]
+    requests: Sequence[Sequence[str]]
 
 
 class BatchTracer:
@@ -29,31 +43,36 @@ class BatchTracer:
         """The records are gone: so are their traces."""
         self._traceparents.clear()
 
-    def record(
-        self,
-        batch: b.Batch,
-        result: b.BatchResult,
-        traceparent: str,
-        arrivals: Mapping[str, str],
-        span_ns: tuple[int, int],
-    ) -> None:
-        """`batch` was applied in `span_ns` (unix ns). `traceparent` is its step's; `arrivals`
-        maps the request ids that came with a trace context to it."""
-        if traceparent:
+    def begin(self, batch: b.Batch, traceparent: str, arrivals: Mapping[str, str]) -> BatchTrace:
+        """Look the requests up before the batch is applied: it may end them."""
+        requests = [self._requests(_sequences_of(op)) for op in batch.ops]
+        return BatchTrace(time.time_ns(), batch, traceparent, arrivals, requests)
+
+    def end(self, trace: BatchTrace, result: b.BatchResult) -> None:
+        """The batch was applied: record its span, and one for each op and request."""
+        span_ns = (trace.start_ns, time.time_ns())
+        if trace.traceparent:
+            attributes = _of_batch(trace.batch, result)
             self._telemetry.record(
-                "kvmem.apply", span_ns, parent=traceparent, attributes=_of_batch(batch, result)
+                "kvmem.apply", span_ns, parent=trace.traceparent, attributes=attributes
             )
-        copies = self._copies_by_request(result)
-        for op, op_result in zip(batch.ops, result.results, strict=True):
+        confirmed = []
+        for op, requests, op_result in zip(
+            trace.batch.ops, trace.requests, result.results, strict=True
+        ):
             if isinstance(op, b.Arrive) and op_result.status == b.OpStatus.OK:
-                self._traceparents[op.request_id] = arrivals.get(op.request_id, "")
-            for name, request_id, attributes in self._of_one_request(op, op_result, copies):
-                self._record_in_request(name, request_id, span_ns, attributes, op_result)
-            if isinstance(op, b.Confirm) and op_result.status == b.OpStatus.OK:
-                self._traceparents.pop(op.request_id, None)
-        for request_id, num_copies in copies.items():
+                self._traceparents[op.request_id] = trace.arrivals.get(op.request_id, "")
+                requests = [op.request_id]  # noqa: PLW2901 (it has no sequence before)
+            elif isinstance(op, b.Confirm) and op_result.status == b.OpStatus.OK:
+                confirmed.append(op.request_id)
+            for request_id in requests:
+                name = f"kvmem.{type(op).__name__.lower()}"
+                self._record_in_request(name, request_id, span_ns, _of_op(op), op_result)
+        for request_id, num_copies in self._copies_by_request(result).items():
             attributes = {"octavo.num_copied_blocks": num_copies}
             self._record_in_request("kvmem.copy_on_write", request_id, span_ns, attributes, b.OK)
+        for request_id in confirmed:
+            self._traceparents.pop(request_id, None)
 
     def _record_in_request(
         self,
@@ -70,44 +89,10 @@ class BatchTracer:
                 name, span_ns, parent=parent, attributes={**common, **attributes}
             )
 
-    def _of_one_request(
-        self, op: b.Op, result: b.OpResult, copies: Counter[str]
-    ) -> Iterator[tuple[str, str, Attributes]]:
-        """(span name, request id, attributes) for each request the op is about."""
-        match op:
-            case b.Arrive() if result.status == b.OpStatus.OK:
-                num_tokens = int(op.prompt_token_ids.size)
-                yield "kvmem.arrive", op.request_id, {"octavo.num_prompt_tokens": num_tokens}
-            case b.Admit(members):
-                attributes = {
-                    "octavo.num_slots": sum(member.num_slots for member in members),
-                    "octavo.num_shared_blocks": sum(m.num_shared_blocks for m in members),
-                }
-                for request_id in self._requests(m.sequence_id for m in members):
-                    yield "kvmem.admit", request_id, attributes
-            case b.Fork(sequence_id, num_children):
-                for request_id in self._requests([sequence_id]):
-                    yield (
-                        "kvmem.fork",
-                        request_id,
-                        {
-                            "octavo.num_children": num_children,
-                            "octavo.num_copied_blocks": copies[request_id],
-                        },
-                    )
-            case b.Preempt(sequence_ids):
-                for request_id in self._requests(sequence_ids):
-                    yield "kvmem.preempt", request_id, {}
-            case b.Free(sequence_ids, finish_reason) if result.status == b.OpStatus.OK:
-                reason = b.FinishReason(finish_reason).name
-                for request_id in self._requests(sequence_ids):
-                    yield "kvmem.free", request_id, {"octavo.finish_reason": reason}
-            case _:
-                pass
-
     def _requests(self, sequence_ids: Iterable[int]) -> list[str]:
         manager = self._memory.manager
-        assert manager is not None, "ops were applied, so there is a pool"
+        if manager is None:
+            return []
         found = (request_id_of(manager, sequence_id) for sequence_id in sequence_ids)
         return list(dict.fromkeys(request_id for request_id in found if request_id))
 
@@ -123,6 +108,36 @@ class BatchTracer:
                 if block in destinations:
                     copies.update(self._requests([sequence_id]))
         return copies
+
+
+def _sequences_of(op: b.Op) -> Sequence[int]:
+    """The sequences of an op that is worth a span of its own in their requests' traces."""
+    match op:
+        case b.Admit(members):
+            return [member.sequence_id for member in members]
+        case b.Fork(sequence_id):
+            return [sequence_id]
+        case b.Preempt(sequence_ids) | b.Free(sequence_ids):
+            return sequence_ids
+        case _:
+            return ()
+
+
+def _of_op(op: b.Op) -> Attributes:
+    match op:
+        case b.Arrive():
+            return {"octavo.num_prompt_tokens": int(op.prompt_token_ids.size)}
+        case b.Admit(members):
+            return {
+                "octavo.num_slots": sum(member.num_slots for member in members),
+                "octavo.num_shared_blocks": sum(m.num_shared_blocks for m in members),
+            }
+        case b.Fork():
+            return {"octavo.num_children": op.num_children}
+        case b.Free() if op.finish_reason in b.FINISH_REASONS:
+            return {"octavo.finish_reason": b.FinishReason(op.finish_reason).name}
+        case _:
+            return {}
 
 
 def _of_batch(batch: b.Batch, result: b.BatchResult) -> Attributes:

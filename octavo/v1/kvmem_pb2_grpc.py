@@ -81,8 +81,8 @@ class KvMemoryServicer:
 
     def Session(self, request_iterator, context):
         """The hot path: one Batch per step, one BatchResult for each. The first message opens
-        the session; the session ends with the stream. Closed by its holder, it is over;
-        broken, it may be resumed for a short grace, unless another session was opened.
+        the session; the session ends with the stream. For a short grace its holder may resume
+        it, unless somebody opened another one, which is possible at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -273,6 +273,17 @@ def test_a_failed_group_keeps_sharing_so_a_later_one_must_copy() -> None:
     assert memory.view(child).ref_counts.tolist() == [2, 1]
 
 
+def test_after_a_group_copied_the_last_holder_needs_no_block() -> None:
+    memory = Driver(num_blocks=4)
+    parent, other = memory.run("a", 6), memory.run("b", 4)
+    memory.computed(parent, 6)
+    [child] = memory.fork(parent)
+    result = memory.send(b.Reserve(u64(other, parent, child), i32(12, 7, 7)))
+    assert isinstance(result.results[0].value, b.Reserved)
+    assert result.results[0].value.failed_groups.tolist() == [0]
+    assert len(pairs(result.copies)) == 1
+
+
 @pytest.mark.parametrize(
     ("slots", "sizes"),
     [((8,), ()), ((33, 4), ()), ((-1, 4), ()), ((4, 4), (1,)), ((4, 4), (0, 2)), ((4, 4), (3, -1))],

@@ -182,6 +182,17 @@ def test_b04_a_takeover_takes_blocks_back_but_not_before_the_last_step_is_over()
     assert driver.do().levels.num_free_blocks == 8
 
 
+def test_results_of_a_former_session_are_not_given_to_the_next() -> None:
+    driver = Driver()
+    for _ in range(3):
+        driver.do()
+    driver.memory.ledger.close(driver.memory.ledger.fence().session_id)
+    driver.memory.open_session("other", 0, held_by_stream=True)
+    with pytest.raises(errors.SequenceGap):
+        driver.memory.apply(driver.batch(batch_seq=3), 0)
+    assert driver.do().batch_seq == 1
+
+
 # --- pools ------------------------------------------------------------------------------
 
 
