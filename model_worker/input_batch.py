@@ -293,22 +293,25 @@ def _unknown(sequence_id: int) -> StepError:
 def _changed(
     sequence_id: int, sequence: MirroredSequence, rows: list[tuple[int, int, int]]
 ) -> MirroredSequence:
-    """`sequence` with `rows` of (table_index, block_id, version after all rows) applied."""
-    table = list(sequence.block_ids)
-    for index, block_id, _ in sorted(rows):
+    """`sequence` with `rows` of (table_index, block_id, table_version) applied in their order.
+
+    Each op of the memory service that changes a table raises its version by one and has one row
+    or more, so a version left out means that a change was lost.
+    """
+    table, version = sequence.block_ids.tolist(), sequence.table_version
+    for number, (index, block_id, row_version) in enumerate(rows):
+        if row_version != version + 1 and not (number and row_version == version):
+            raise StepError(
+                "TABLE_VERSION_MISMATCH",
+                f"sequence {sequence_id}: a delta to version {row_version}, but the worker's"
+                f" table is at {version}",
+            )
         if not 0 <= index <= len(table):
             raise StepError(
                 "INVALID_BATCH",
                 f"sequence {sequence_id}: table index {index}, but its table has {len(table)}"
-                " entries: it may replace one of them or add the next",
+                " entries: a delta may replace one of them or add the next",
             )
         table[index : index + 1] = [block_id]
-    versions = {version for _, _, version in rows}
-    version = versions.pop()
-    if versions or version <= sequence.table_version:
-        raise StepError(
-            "TABLE_VERSION_MISMATCH",
-            f"sequence {sequence_id}: deltas to version {version}, the worker's is"
-            f" {sequence.table_version}",
-        )
+        version = row_version
     return replace(sequence, block_ids=np.array(table, np.int32), table_version=version)

@@ -8,7 +8,7 @@ renormalised. Equal logits count as ordered by token id, the lower first.
 A draw is a function of the row's logits, the sampling parameters and (seed, sample_index,
 position) alone: no state, no neighbours. The random number comes from Philox4x64-10, a
 counter-based generator (Salmon et al., 2011), keyed by (seed, sample_index), at counter
-`position`.
+position + 1.
 """
 
 from __future__ import annotations
@@ -127,54 +127,58 @@ class _Kept:
 def _kept(scaled: F32, weights: F32, sampling: Sampling, largest_number: float) -> _Kept:
     """The ids that top_k, top_p and min_p leave: always a prefix of the sorted row.
 
-    The head of the row is sorted first. It is enough when the prefix ends in it, or when nothing
-    is filtered and the draw falls into it; else the row is sorted whole, with the same outcome.
+    Without top_k, the head of the row is sorted first. It is enough when the prefix ends in it,
+    or when nothing is filtered and the draw falls into it; else the row is sorted whole, with the
+    same outcome.
     """
+    if 0 < sampling.top_k < scaled.size:
+        kth = scaled.size - sampling.top_k
+        ids = _sorted_ids(scaled, float(np.partition(scaled, kth)[kth]))[: sampling.top_k]
+        return _filtered(ids, weights, None, sampling)
     row_total = float(weights.sum())
-    for gap in (HEAD_GAP, np.inf):
-        ids = _sorted_ids(scaled, gap)
-        is_whole = ids.size == scaled.size
-        sorted_weights = weights[ids]
-        cumulative = np.cumsum(sorted_weights, dtype=np.float64)
-        num_kept = _num_kept(sorted_weights, cumulative, row_total, sampling)
-        if num_kept is not None and (num_kept < ids.size or is_whole):
-            total = float(cumulative[num_kept - 1])
-            return _Kept(ids[:num_kept], cumulative[:num_kept], total)
-        if num_kept is None and (is_whole or largest_number * row_total < cumulative[-1]):
-            return _Kept(ids, cumulative, row_total)
+    filters = sampling.top_p < 1.0 or sampling.min_p > 0.0
+    for lowest in (-HEAD_GAP, -np.inf):
+        ids = _sorted_ids(scaled, lowest)
+        kept = _filtered(ids, weights, row_total, sampling)
+        if filters:
+            is_decided = kept.ids.size < ids.size
+        else:
+            is_decided = largest_number * row_total < kept.cumulative[-1]
+        if is_decided or ids.size == scaled.size:
+            return kept
     raise AssertionError("unreachable: the last round sorts the whole row")
 
 
-def _sorted_ids(scaled: F32, gap: float) -> npt.NDArray[np.intp]:
-    """Ids of the entries >= -gap by descending entry, equal ones by ascending id.
+def _filtered(
+    ids: npt.NDArray[np.intp], weights: F32, total: float | None, sampling: Sampling
+) -> _Kept:
+    """What top_p (a share of `total`, of these ids' weight when None) and min_p leave of `ids`.
+
+    All of them when neither ends among these, which then have `total` in common with the rest.
+    """
+    sorted_weights = weights[ids]
+    cumulative = np.cumsum(sorted_weights, dtype=np.float64)
+    total = float(cumulative[-1]) if total is None else total
+    num_kept = ids.size
+    if sampling.top_p < 1.0:
+        reached = int(np.searchsorted(cumulative, sampling.top_p * total, side="left"))
+        num_kept = min(num_kept, reached + 1)
+    if sampling.min_p > 0.0:
+        probable = sorted_weights >= sampling.min_p * sorted_weights[0]
+        num_kept = min(num_kept, int(np.count_nonzero(probable)))
+    if num_kept < ids.size:
+        total = float(cumulative[num_kept - 1])
+    return _Kept(ids[:num_kept], cumulative[:num_kept], total)
+
+
+def _sorted_ids(scaled: F32, lowest: float) -> npt.NDArray[np.intp]:
+    """Ids of the entries >= `lowest` by descending entry, equal ones by ascending id.
 
     `scaled` is at most 0, so the bits of its absolute value order it; with the id in the low half
     a plain sort of integers does the rest, many times faster than a stable argsort.
     """
-    ids = np.flatnonzero(scaled >= -gap)
+    ids = np.flatnonzero(scaled >= lowest)
     keys = np.abs(scaled[ids]).view(np.uint32).astype(np.uint64) << np.uint64(32)
     keys |= ids.astype(np.uint64)
     keys.sort()
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.intp)
-
-
-def _num_kept(
-    weights: F32, cumulative: npt.NDArray[np.float64], row_total: float, sampling: Sampling
-) -> int | None:
-    """How many of the sorted ids pass top_k, top_p and min_p; None when none of them is set.
-
-    All of them, when the filters do not end within these.
-    """
-    num_kept, total, filters = weights.size, row_total, False
-    if sampling.top_k > 0:
-        filters = True
-        num_kept = min(num_kept, sampling.top_k)
-        total = float(cumulative[num_kept - 1])
-    if sampling.top_p < 1.0:
-        filters = True
-        reached = int(np.searchsorted(cumulative, sampling.top_p * total, side="left"))
-        num_kept = min(num_kept, reached + 1)
-    if sampling.min_p > 0.0:
-        filters = True
-        num_kept = min(num_kept, int(np.count_nonzero(weights >= sampling.min_p * weights[0])))
-    return num_kept if filters else None
