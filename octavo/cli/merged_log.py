@@ -6,9 +6,11 @@ import datetime
 import json
 import logging
 import logging.handlers
+import os
 from collections import deque
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +25,20 @@ _LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red
 _SHOWN_OTHERWISE = frozenset({"event", "service", "level", "timestamp"})
 
 
+class _OwnersFile(logging.handlers.RotatingFileHandler):
+    """A rotating file that only its owner can read, after a rotation as well."""
+
+    def _open(self) -> TextIOWrapper:
+        file = open(
+            self.baseFilename,
+            self.mode,
+            encoding=self.encoding,
+            errors=self.errors,
+            opener=lambda path, flags: os.open(path, flags, 0o600),
+        )
+        return cast(TextIOWrapper, file)
+
+
 class MergedLog:
     """Takes lines of named services. `console` None: they go to the file alone.
 
@@ -34,8 +50,7 @@ class MergedLog:
         self._console = console
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._styles: dict[str, str] = {}
-        path.touch(mode=0o600)
-        self._file = logging.handlers.RotatingFileHandler(
+        self._file = _OwnersFile(
             path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace"
         )
 

@@ -60,7 +60,7 @@ def generating(console: Console, title: str, max_tokens: int) -> Iterator[Callab
     """Gives a callback for the number of tokens that have come."""
     if not console.is_terminal:
         console.print(f"{title} ...")
-        yield lambda num_tokens: None
+        yield lambda _: None
         return
     with _bar(console) as bar:
         task = bar.add_task(title, total=max_tokens)

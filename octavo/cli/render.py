@@ -83,7 +83,7 @@ def parting_line(candidates: Sequence[Candidate]) -> Text:
         return Text("They differ from their first token on.")
     if len({candidate.token_ids for candidate in candidates}) == 1:
         return Text("They are the same, token for token.")
-    return Text(f"Their first {counted(common, 'token')} are the same, then they part.")
+    return Text(f"They begin with the same {counted(common, 'token')}, then they part.")
 
 
 # ---------------------------------------------------------------- block tables

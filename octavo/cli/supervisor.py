@@ -302,7 +302,7 @@ class Supervisor:
         """Return never; raises ServiceFailedError when a service cannot be brought up."""
         await self._wait_for(lambda: False)
 
-    async def drain(self, on_stopped: Callable[[str], None] = lambda name: None) -> None:
+    async def drain(self, on_stopped: Callable[[str], None] = lambda _: None) -> None:
         """Stop the services one after the other, each when the one before it is gone."""
         for name, service in self.services.items():
             await service.stop(self.config.drain_timeout_s)
