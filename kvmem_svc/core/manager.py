@@ -18,7 +18,7 @@ from kvmem_svc.core.errors import OpMistake
 from kvmem_svc.core.limits import ARRIVE_RANGES, MAX_RECORDS_PER_SEQUENCE
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
-from kvmem_svc.core.sequences import SequenceTable, Status, require
+from kvmem_svc.core.sequences import RUNNING, SequenceTable, Status, require
 from kvmem_svc.core.slots import StepEffects, commit_slots, groups_that_fit, plan_slots
 from kvmem_svc.core.tokens import check_token_ids, commit_tokens, plan_commit
 
@@ -295,7 +295,7 @@ class BlockManager:
 
     def _check_reserve(self, op: b.Reserve, rows: np.ndarray) -> None:
         table = self.sequences
-        running = table.status[rows] == Status.RUNNING
+        running = table.status[rows] == RUNNING
         if not running.all():
             at = int(running.argmin())
             require(table.status_of(int(rows[at])), "reserve", int(op.sequence_ids[at]))

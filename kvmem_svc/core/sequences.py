@@ -29,6 +29,9 @@ class Status(IntEnum):
     FINISHED = 3
 
 
+# Comparing a column with a plain int takes a quarter of the time an enum's member takes.
+RUNNING = int(Status.RUNNING)
+
 # op -> {status before: status after}. What is not here is refused.
 TRANSITIONS: Mapping[str, Mapping[Status, Status]] = {
     "admit": {Status.WAITING: Status.RUNNING},
@@ -82,6 +85,7 @@ class SequenceTable:
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._stamps = np.zeros(max_sequences, np.intp)
         self._ordinals = np.arange(max_sequences, dtype=np.intp)
+        self._forget_known()
         self.reshape(geometry)
 
     @property
@@ -117,6 +121,10 @@ class SequenceTable:
             sequence_id > 0 and row < self.max_sequences and int(self.live_ids[row]) == sequence_id
         )
 
+    def _forget_known(self) -> None:
+        self._known_ids: Column = np.zeros(0, np.uint64)
+        self._known_rows: Rows = np.zeros(0, np.intp)
+
     def row_of(self, sequence_id: int) -> int:
         """The row of a live sequence. Raises OpMistake for one that is finished or unknown."""
         if not self.is_live(sequence_id):
@@ -124,7 +132,18 @@ class SequenceTable:
         return sequence_id & ROW_MASK
 
     def rows_of(self, sequence_ids: Column) -> Rows:
-        """The rows of a uint64 column of distinct live sequences. Raises OpMistake."""
+        """The rows of a uint64 column of distinct live sequences. Raises OpMistake.
+
+        Steady decode names the same sequences op after op, so the last answer is kept until
+        a sequence comes or goes.
+        """
+        if sequence_ids.size == self._known_ids.size and (sequence_ids == self._known_ids).all():
+            return self._known_rows
+        rows = self._look_up(sequence_ids)
+        self._known_ids, self._known_rows = sequence_ids.copy(), rows
+        return rows
+
+    def _look_up(self, sequence_ids: Column) -> Rows:
         rows = (sequence_ids & np.uint64(ROW_MASK)).astype(np.intp)
         live = (self.live_ids.take(rows, mode="clip") == sequence_ids) & (sequence_ids != 0)
         if not live.all():
@@ -178,6 +197,7 @@ class SequenceTable:
 
     def create(self, record: RequestRecord, candidate: int, token_ids: Column) -> int:
         """Fill an empty row with a WAITING sequence; returns the row. One must be free."""
+        self._forget_known()
         row = self._free_rows.pop()
         sequence_id = self._generation[row] << 32 | row
         self.live_ids[row] = sequence_id
@@ -200,6 +220,7 @@ class SequenceTable:
 
     def remove(self, row: int) -> RequestRecord:
         """Clear a row whose blocks are gone; its id is never given again."""
+        self._forget_known()
         record = self.record_of(row)
         del record.live[int(self.candidate[row])]
         for column in (

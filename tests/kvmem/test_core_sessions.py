@@ -85,6 +85,8 @@ def test_the_holder_of_a_broken_stream_resumes_and_gets_lost_results_again() -> 
     results = [memory.apply(batch, 0) for batch in batches]
     memory.ledger.release(fence.session_id, 0)
     memory.resume_session(fence, 1, 150, held_by_stream=True)
+    with pytest.raises(errors.SessionHeld):
+        memory.open_session("other", 10**9, held_by_stream=True)
     assert memory.ledger.next_batch_seq == 4
     assert [memory.apply(batch, 10**9) for batch in batches[1:]] == results[1:]
     assert len(driver.manager.requests) == 3
@@ -267,6 +269,15 @@ def test_another_worker_takes_every_block_back_and_everybody_waits() -> None:
     driver.do(b.Admit([b.AdmitMember(running, 8)]))
     driver.do(b.Reserve(u64(running), i32(10)))
     assert len(driver.table(running)) == 5
+
+
+def test_results_with_blocks_of_a_worker_that_is_gone_are_not_given_again() -> None:
+    driver = Driver()
+    driver.run("r", 8)
+    fence = driver.memory.ledger.fence()
+    driver.memory.attach_pool(fence, "worker 2", driver.geometry, 0)
+    with pytest.raises(errors.SequenceGap):
+        driver.memory.apply(driver.batch(batch_seq=2), 0)
 
 
 def test_a_worker_whose_model_is_too_short_for_a_live_sequence_is_refused() -> None:
