@@ -98,6 +98,7 @@ class AttentionBackend(Protocol):
 # Backends by name, imported when asked for: a backend may need a compiler or a device.
 BACKENDS = {
     "reference": ("model_worker.attention.reference", "ReferenceAttention"),
+    "cpu": ("model_worker.attention.cpu", "CpuAttention"),
 }
 
 
