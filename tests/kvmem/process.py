@@ -24,11 +24,14 @@ DEADLINE_S = 20
 
 @contextmanager
 def kvmem_process(
-    folder: Path, *options: str, environment: dict[str, str] | None = None
+    folder: Path,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    program: tuple[str, ...] = ("-m", "kvmem_svc"),
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a ready process, and the process; killed at the end if it still runs."""
     address = f"unix:{folder}/kvmem.sock"
-    command = [sys.executable, "-m", "kvmem_svc", "--address", address, *options]
+    command = [sys.executable, *program, "--address", address, *options]
     with (folder / "kvmem.log").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, **(environment or {})})
     try:

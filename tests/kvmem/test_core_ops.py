@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvmem_svc.core import batch as b
+from kvmem_svc.core import views
 from kvmem_svc.core.batch import FinishReason, OpStatus
 from kvmem_svc.core.errors import InvariantViolation
 from kvmem_svc.core.invariants import check_integrity
@@ -582,6 +583,19 @@ def test_b10_handing_out_a_block_with_references_is_a_bug_that_stops_everything(
     assert isinstance(waiting, b.Arrived)
     with pytest.raises(AssertionError, match="still has references"):
         memory.memory.apply(memory.batch(b.Admit([b.AdmitMember(waiting.sequence_id, 8)])), 0)
+
+
+# --- views ----------------------------------------------------------------------------
+
+
+def test_views_stop_at_what_a_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Driver()
+    ids = [memory.run(name, 8) for name in "abc"]
+    monkeypatch.setattr(views, "MAX_VIEWED_BLOCKS", 4)
+    shown, truncated = views.sequence_views(memory.manager, [], "", 100)
+    assert ([view.sequence_id for view in shown], truncated) == (ids[:2], True)
+    monkeypatch.setattr(views, "MAX_VIEWED_BLOCKS", 6)
+    assert not views.sequence_views(memory.manager, [], "", 100)[1]
 
 
 # --- the books --------------------------------------------------------------------------

@@ -377,6 +377,27 @@ def test_an_address_nobody_can_listen_on_is_said_so(tmp_path: Path) -> None:
     assert "'nowhere' is neither unix:/path nor host:port" in done.stderr
 
 
+def test_a_bug_in_the_core_ends_the_process_loudly(tmp_path: Path) -> None:
+    broken = (
+        "from kvmem_svc.core.manager import OK, BlockManager\n"
+        "def forget_a_block(self, op):\n"
+        "    self.pool.num_in_use -= 1\n"
+        "    return OK\n"
+        "BlockManager._free = forget_a_block\n"
+        "from kvmem_svc.__main__ import app\n"
+        "app()\n"
+    )
+    with kvmem_process(tmp_path, program=("-c", broken)) as (address, process):
+        client = Client(address)
+        client.open()
+        client.attach()
+        with pytest.raises(grpc.RpcError, match="is not 8") as told:
+            client.apply(free(1))
+        assert reason_of(told.value) == "INTERNAL"
+        assert process.wait(DEADLINE_S) == 1
+    assert "the books do not balance" in (tmp_path / "kvmem.log").read_text()
+
+
 def test_options_come_from_the_environment_and_ops_need_a_pool(tmp_path: Path) -> None:
     settings = {"OCTAVO_KVMEM_MAX_SEQUENCES": "3", "OCTAVO_KVMEM_LEASE_TTL_MS": "1234"}
     with kvmem_process(tmp_path, environment=settings) as (address, _):
