@@ -29,7 +29,7 @@ class _OwnersFile(logging.handlers.RotatingFileHandler):
     """A rotating file that only its owner can read, after a rotation as well."""
 
     def _open(self) -> TextIOWrapper:
-        file = open(
+        file = open(  # noqa: SIM115 (the handler closes it)
             self.baseFilename,
             self.mode,
             encoding=self.encoding,
