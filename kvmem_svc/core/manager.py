@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvmem_svc.core import batch as b
+from kvmem_svc.core.admission import commit_admission, plan_admission
 from kvmem_svc.core.batch import OK, OpResult, OpStatus, PoolGeometry
 from kvmem_svc.core.errors import OpMistake
 from kvmem_svc.core.limits import ARRIVE_RANGES, MAX_RECORDS_PER_SEQUENCE
@@ -146,81 +147,11 @@ class BlockManager:
     # --- blocks for a first time, and back ---------------------------------------------
 
     def _admit(self, op: b.Admit) -> OpResult:
-        table = self.sequences
-        rows = table.distinct_rows([member.sequence_id for member in op.members])
-        planned: dict[int, int] = {}  # row of an earlier member -> blocks it will have
-        needed = 0
-        for member, row in zip(op.members, rows, strict=True):
-            require(table.status_of(row), "admit", member.sequence_id)
-            num_blocks = self._num_blocks(member)
-            if member.num_shared_blocks:
-                self._check_share(member, row, planned)
-            planned[row] = num_blocks
-            needed += num_blocks - member.num_shared_blocks
-        if needed > self.pool.num_free:
-            return self._no_free_blocks("admit", needed)
-        tables = [
-            self._give_table(member, row, planned[row])
-            for member, row in zip(op.members, rows, strict=True)
-        ]
+        plan = plan_admission(self.sequences, op)
+        if plan.num_blocks > self.pool.num_free:
+            return self._no_free_blocks("admit", plan.num_blocks)
+        tables = commit_admission(self.sequences, self.pool, plan)
         return OpResult(OpStatus.OK, value=b.Admitted(tables))
-
-    def _num_blocks(self, member: b.AdmitMember) -> int:
-        table = self.sequences
-        num_blocks = -(-member.num_slots // table.block_size)
-        if not 1 <= member.num_slots <= table.max_model_len:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"admit: num_slots of sequence {member.sequence_id} is {member.num_slots}, it"
-                f" must be 1 .. {table.max_model_len}",
-            )
-        if not 0 <= member.num_shared_blocks <= num_blocks:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"admit: num_shared_blocks of sequence {member.sequence_id} is"
-                f" {member.num_shared_blocks}, it must be 0 .. {num_blocks}",
-            )
-        return num_blocks
-
-    def _check_share(self, member: b.AdmitMember, row: int, planned: dict[int, int]) -> None:
-        """Only the same tokens of the same tenant may be shared: anything else is corruption."""
-        table = self.sequences
-        source = table.row_of(member.share_from)
-        available = planned.get(source)
-        if available is None:
-            require(table.status_of(source), "share from", member.share_from)
-            available = int(table.table_len[source])
-        num_tokens = member.num_shared_blocks * table.block_size
-        who = f"admit: sequence {member.sequence_id} cannot share {member.num_shared_blocks} blocks"
-        whose = f"of sequence {member.share_from}"
-        if source == row or member.num_shared_blocks > available:
-            raise OpMistake(OpStatus.INVALID_ARGUMENT, f"{who} {whose}, which has {available}")
-        if table.record_of(source).tenant != table.record_of(row).tenant:
-            raise OpMistake(OpStatus.INVALID_ARGUMENT, f"{who} {whose}: it is another tenant's")
-        shortest = int(min(table.length[source], table.length[row]))
-        same = num_tokens <= shortest and np.array_equal(
-            table.tokens[source, :num_tokens], table.tokens[row, :num_tokens]
-        )
-        if not same:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"{who} {whose}: their first {num_tokens} tokens are not the same",
-            )
-
-    def _give_table(self, member: b.AdmitMember, row: int, num_blocks: int) -> b.BlockTable:
-        table, num_shared = self.sequences, member.num_shared_blocks
-        if num_shared:
-            source = table.row_of(member.share_from)
-            shared = table.tables[source, :num_shared]
-            self.pool.reference(shared)
-            table.tables[row, :num_shared] = shared
-            table.may_share[source] = table.may_share[row] = True
-        table.tables[row, num_shared:num_blocks] = self.pool.allocate(num_blocks - num_shared)
-        table.table_len[row] = num_blocks
-        table.num_computed[row] = num_shared * table.block_size
-        table.table_version[row] += 1
-        table.status[row] = Status.RUNNING
-        return b.BlockTable(member.sequence_id, table.table(row), int(table.table_version[row]))
 
     def _preempt(self, op: b.Preempt) -> OpResult:
         table = self.sequences
