@@ -176,6 +176,7 @@ class Stack:
         for address in self.addresses.values():
             # A service that was killed leaves its socket behind.
             Path(address.removeprefix("unix:")).unlink(missing_ok=True)
+        self._state.discard_short_folder()
 
     def kill(self) -> None:
         """Kill everything at once; a drain under way then ends."""

@@ -97,6 +97,12 @@ class StateDir:
             folder = _short_folder(self.path)
         return {service: f"unix:{folder / service}.sock" for service in SERVICES}
 
+    def discard_short_folder(self) -> None:
+        """Remove the folder that `addresses` made beside this one, once no socket is in it."""
+        if not _fits(self.path):
+            with contextlib.suppress(OSError):
+                _short_folder(self.path).rmdir()
+
     def write(self, stack: RunningStack) -> None:
         scratch = self._state_path.with_suffix(".tmp")
         scratch.write_text(json.dumps(asdict(stack), indent=2) + "\n")

@@ -119,6 +119,13 @@ def test_a_long_state_path_gets_a_short_folder_of_its_own(
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert one.addresses() == one.addresses()
     assert not set(one.addresses().values()) & set(other.addresses().values())
+    folder = Path(one.addresses()["kvmem"].removeprefix("unix:")).parent
+    (folder / "kvmem.sock").touch()
+    one.discard_short_folder()
+    assert folder.exists()
+    (folder / "kvmem.sock").unlink()
+    one.discard_short_folder()
+    assert not folder.exists()
 
 
 def test_no_folder_short_enough_is_one_sentence(

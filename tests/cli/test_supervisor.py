@@ -282,15 +282,23 @@ SUPERVISOR_SCRIPT = """
     import asyncio, os, sys
     from octavo.cli.supervisor import ServiceSpec, Supervisor
 
-    class Quiet:
-        def write(self, service, line): ...
-
     async def main():
-        code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+        up = asyncio.Semaphore(0)
+
+        class Log:
+            def write(self, service, line):
+                assert line == "up", line
+                up.release()
+
+        code = (
+            "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True);"
+            "time.sleep(600)"
+        )
         specs = [ServiceSpec(name, (sys.executable, "-c", code)) for name in "abc"]
-        supervisor = Supervisor(specs, Quiet(), env=os.environ)
+        supervisor = Supervisor(specs, Log(), env=os.environ)
         supervisor.start()
-        await supervisor.wait_serving(30)
+        for _ in specs:  # all are past the shim that starts them
+            await up.acquire()
         print(*(service.pid for service in supervisor.services.values()), flush=True)
         await asyncio.sleep(600)
 
@@ -305,8 +313,12 @@ def test_kill_9_of_the_supervisor_leaves_no_child(tmp_path: Path) -> None:
     assert supervisor.stdout is not None
     pids = [int(pid) for pid in supervisor.stdout.readline().split()]
     assert len(pids) == 3
-    assert all(map(alive, pids))
-    supervisor.kill()
-    supervisor.wait(SOON_S)
-    supervisor.stdout.close()
-    until_gone(pids)
+    try:
+        assert all(map(alive, pids))
+        supervisor.kill()
+        supervisor.wait(SOON_S)
+        supervisor.stdout.close()
+        until_gone(pids)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
