@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from octavo.admin import EventStream, KvMemoryInspector
@@ -218,11 +217,10 @@ class Demo:
         )
         copied_from = frozenset(copy.src_block_id for copy in story.copies)
         say(render.block_tables(story.widest, geometry.block_size, copied_from))
-        for line in render.story_lines(story, geometry.block_size):
-            say(Padding(Text.assemble("• ", line), (0, 0, 0, 1)))
+        say(render.bullets(render.story_lines(story, geometry.block_size)))
         say()
         say(render.pool_table(observed.before, story, observed.after))
-        say(Padding(Text.assemble("• ", render.given_back_line(story)), (0, 0, 0, 1)))
+        say(render.bullets([render.given_back_line(story)]))
         if observed.after.levels.num_free_blocks != observed.before.levels.num_free_blocks:
             raise DemoError("not every block came back to the pool")
 

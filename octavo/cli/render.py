@@ -18,8 +18,8 @@ from octavo.cli.text import printable
 from octavo.cli.trace_tree import Node, RequestTrace, Span
 from octavo.types import Candidate
 
-ANSWER_STYLES = ("bold cyan", "bold magenta", "bold green", "bold yellow")
-SHARED, KEPT, COPIED, NEW = "bold cyan", "blue", "bold yellow", "green"
+ANSWER_STYLES = ("bold bright_blue", "bold magenta", "bold green", "bold yellow")
+SHARED, KEPT, COPIED, NEW = "bold cyan", "white", "bold yellow", "green"
 _SERVICE_STYLES = {
     "octavo-client": "white",
     "octavo-scheduler": "cyan",
@@ -101,8 +101,13 @@ def block_tables(picture: Picture, block_size: int, copied_from: frozenset[int])
             _slot_cell(entries[row], copied_from) if row < len(entries) else Text("")
             for entries in picture.tables
         ]
-        table.add_row(f"{row * block_size} – {(row + 1) * block_size - 1}", *cells)
+        table.add_row(_span_of(row, block_size), *cells)
     return table
+
+
+def _span_of(table_index: int, block_size: int) -> str:
+    """The tokens that an entry of a block table is about."""
+    return f"{table_index * block_size} – {(table_index + 1) * block_size - 1}"
 
 
 def _slot_cell(entry: PicturedSlot, copied_from: frozenset[int]) -> Text:
@@ -118,6 +123,16 @@ def _slot_cell(entry: PicturedSlot, copied_from: frozenset[int]) -> Text:
     else:
         note, style = "its own", KEPT
     return Text.assemble((f"block {slot.block_id:<4}", style), " ", (note, style))
+
+
+def bullets(lines: Iterable[Text]) -> Table:
+    """Sentences with a dot before each, the rest of each indented."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column()
+    table.add_column()
+    for line in lines:
+        table.add_row("•", line)
+    return table
 
 
 def story_lines(story: RequestStory, block_size: int) -> list[Text]:
@@ -160,8 +175,9 @@ def _copy_lines(story: RequestStory, block_size: int) -> list[Text]:
         return [Text(f"No block was copied{why if whole else ''}.")]
     return [
         Text.assemble(
-            f"Block {copy.src_block_id} still has room, and each answer goes on in it with tokens"
-            f" of its own. So before answer {answer_name(copy.candidate)} wrote into it, it was ",
+            f"Block {copy.src_block_id} (tokens {_span_of(copy.table_index, block_size)}) still had"
+            " room, and each answer goes on in it with tokens of its own. So before answer"
+            f" {answer_name(copy.candidate)} wrote there, it was ",
             (f"copied on write: block {copy.src_block_id} → block {copy.dst_block_id}", COPIED),
             f" (step {copy.step_id}).",
         )
@@ -245,7 +261,12 @@ def given_back_line(story: RequestStory) -> Text:
 
 def trace(request: RequestTrace) -> RenderableType:
     """The request's own spans as a tree, the first steps that computed it, and the totals."""
-    parts: list[RenderableType] = [_tree("The request", request.roots)]
+    caption = Text(
+        "A line is a span: what was done, and for how long. Names begin with the process it was"
+        " done in; octavo is this client.",
+        "dim",
+    )
+    parts: list[RenderableType] = [caption, _tree("The request", request.roots)]
     parts += [
         Text(f"No span of {service} arrived in this request's trace.", "bold red")
         for service in request.missing_services

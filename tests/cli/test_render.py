@@ -68,7 +68,7 @@ def test_the_story_in_sentences() -> None:
     assert "The prompt is 10 tokens long." in told
     assert "fills 2 blocks and 2 of the 4 places of one more" in told
     assert "2 blocks of it are shared: all 2 answers point at the same memory." in told
-    assert "before answer A wrote into it, it was copied on write: block 7 → block 0" in told
+    assert "before answer A wrote there, it was copied on write: block 7 → block 0" in told
     assert "(step 4)" in told
     assert "new blocks were added one at a time: 1, 2" in told
     assert "6 physical blocks instead of 8" in told
