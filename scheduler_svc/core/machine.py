@@ -118,9 +118,11 @@ class Machine:
         self._last_step_id = self._acknowledged_step = event.last_step_id
 
     def _on_disconnected(self, event: events.Disconnected) -> None:
-        for group in self.groups.values():
-            if group.status is not GroupStatus.FINISHED:
-                self._reject(group.request.request_id, event.reason, event.message)
+        # Those that ended too: their last tokens may await a commit that will never come. A
+        # caller who was told everything does not hear of this. (An arrival that waits for its
+        # predecessor of the same name is told by that name.)
+        for request_id in self.groups:
+            self._reject(request_id, event.reason, event.message)
         self.groups.clear()
         self._reset()
 
