@@ -44,6 +44,9 @@ class InProcessKvMemory:
         del traceparent
         return apply_batch(self.memory, batch, self._fence, 0)
 
+    async def watch(self) -> None:
+        """What lives in this process is never lost."""
+
     async def close(self) -> None:
         pass
 
@@ -84,6 +87,9 @@ class InProcessWorker:
                 timings.idle_us, timings.prepare_us, timings.forward_us, timings.sample_us
             ),
         )
+
+    async def watch(self) -> None:
+        """What lives in this process is never lost."""
 
     async def close(self) -> None:
         self._thread.shutdown()

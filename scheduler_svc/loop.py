@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -75,7 +76,7 @@ class Engine:
             worker.vocab_size,
             worker.num_blocks,
             worker.block_size,
-            self._config.max_num_seqs,
+            self.machine.config.max_num_seqs,
         )
 
     def submit(self, request: Request) -> Mailbox:
@@ -100,10 +101,18 @@ class Engine:
         self._handle(self.machine, events.AbortRequested(request_id))
         return True
 
-    def delivered(self, request_id: str) -> None:
-        """The caller has everything: the record may go."""
-        if self._mailboxes.pop(request_id, None) is not None:
-            self._handle(self.machine, events.Delivered(request_id))
+    def leave(self, request_id: str, mailbox: Mailbox, *, complete: bool) -> None:
+        """The caller of `mailbox` is done: its record may go, with the request if it still runs.
+
+        Nothing happens when the request ended before: its id may be another's by now.
+        """
+        if self._mailboxes.get(request_id) is not mailbox:
+            return
+        if not complete:
+            self.abort(request_id)
+            return
+        del self._mailboxes[request_id]
+        self._handle(self.machine, events.Delivered(request_id))
 
     # ---- the life of the engine ----
 
@@ -123,9 +132,11 @@ class Engine:
                 await on_ready(True)
                 assert self._lost is not None
                 error = await self._lost
-                await on_ready(False)
                 log.error("peer lost", reason=error.reason, error=error.message)
-                await self._disconnect(error)
+                # First, so that whoever comes from here on is refused and starts nothing.
+                self._disconnect(error)
+                await on_ready(False)
+                await self._cancel_tasks()
         finally:
             await self._cancel_tasks()
 
@@ -139,9 +150,10 @@ class Engine:
     async def _connect(self, holder: str) -> None:
         worker = await self._worker.describe()
         known = self.worker_description
-        if known is None or known.model_path != worker.model_path:
+        if known is None or _machine_key(known) != _machine_key(worker):
             open_text = await asyncio.to_thread(self._open_text, worker)
-            self._machine = Machine(self._config, worker.eos_token_ids, open_text)
+            config = _within_limits(self._config, worker)
+            self._machine = Machine(config, worker.eos_token_ids, open_text)
         self.worker_description = worker
         connected = await self._kvmem.open(holder, worker)
         needed = self._config.max_waiting + 2 * self._config.max_num_seqs
@@ -159,9 +171,10 @@ class Engine:
             block_size=worker.block_size,
         )
         self._handle(self.machine, connected)
+        self._spawn(self._kvmem.watch())
+        self._spawn(self._worker.watch())
 
-    async def _disconnect(self, error: PeerLostError) -> None:
-        await self._cancel_tasks()
+    def _disconnect(self, error: PeerLostError) -> None:
         if self._step_span is not None:
             self._step_span.end()
             self._step_span = None
@@ -238,3 +251,19 @@ class Engine:
             # A bug: going on would serve callers from a view that nobody can trust.
             log.critical("bug in the scheduler", exc_info=error)
             raise SystemExit(70) from error
+
+
+def _machine_key(worker: WorkerDescription) -> tuple[str, tuple[int, ...], int]:
+    """What a machine is made for; another worker may serve another model, or smaller steps."""
+    return worker.model_path, worker.eos_token_ids, worker.max_num_batched_tokens
+
+
+def _within_limits(config: SchedulerConfig, worker: WorkerDescription) -> SchedulerConfig:
+    """The configuration, with steps no larger than the worker takes."""
+    max_num_batched_tokens = min(config.max_num_batched_tokens, worker.max_num_batched_tokens)
+    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    if max_num_batched_tokens < config.max_num_batched_tokens:
+        log.warning(
+            "steps are bounded by the worker", max_num_batched_tokens=max_num_batched_tokens
+        )
+    return replace(config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.service.errors import ServiceError
 from octavo.service.server import CHANNEL_OPTIONS
@@ -59,6 +60,10 @@ class KvMemoryPort(Protocol):
 
     async def apply(self, batch: ops.Batch, traceparent: str) -> ops.BatchResult: ...
 
+    async def watch(self) -> None:
+        """Waits, with nothing to do as well, and raises when the peer is gone or unwell."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -68,6 +73,10 @@ class WorkerPort(Protocol):
     async def describe(self) -> WorkerDescription: ...
 
     async def execute(self, step: ops.Step, traceparent: str) -> ops.StepResult: ...
+
+    async def watch(self) -> None:
+        """As the memory service's."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -129,6 +138,9 @@ class GrpcKvMemory:
             raise lost("KVMEM_LOST", "the KV memory service", error) from error
         return convert.result_of(reply.result)
 
+    async def watch(self) -> None:
+        await _watch_health(self._channel, "KVMEM_LOST", "the KV memory service")
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -148,8 +160,12 @@ class GrpcWorker:
             self._stream = None
         try:
             reply = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=OPEN_DEADLINE_S)
+            health = await _health_stub(self._channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=OPEN_DEADLINE_S
+            )
         except grpc.RpcError as error:
             raise lost("WORKER_LOST", "the model worker", error) from error
+        _check_serving(health, "WORKER_LOST", "the model worker")
         geometry = reply.geometry
         return WorkerDescription(
             boot_id=reply.boot_id,
@@ -178,6 +194,9 @@ class GrpcWorker:
             raise lost("WORKER_LOST", "the model worker", error) from error
         return convert.step_result_of(reply)
 
+    async def watch(self) -> None:
+        await _watch_health(self._channel, "WORKER_LOST", "the model worker")
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -194,6 +213,30 @@ async def _read(stream: grpc.aio.StreamStreamCall) -> Any:
     return reply
 
 
+async def _watch_health(channel: grpc.aio.Channel, reason: str, who: str) -> NoReturn:
+    """Follow what the peer says of its health. Raises PeerLostError when that is bad or stops."""
+    watching = _health_stub(channel).Watch(health_pb2.HealthCheckRequest())
+    try:
+        async for health in watching:
+            _check_serving(health, reason, who)
+    except grpc.RpcError as error:
+        raise lost(reason, who, error) from error
+    finally:
+        watching.cancel()
+    raise PeerLostError(reason, f"{who} has stopped")
+
+
+def _health_stub(channel: grpc.aio.Channel) -> Any:
+    # Its methods are attributes that the type stubs leave out.
+    return health_pb2_grpc.HealthStub(channel)
+
+
+def _check_serving(health: health_pb2.HealthCheckResponse, reason: str, who: str) -> None:
+    if health.status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)
+        raise PeerLostError(reason, f"{who} says {name} of itself")
+
+
 def lost(reason: str, who: str, error: BaseException) -> PeerLostError:
     """What to tell callers about a call that failed."""
     if isinstance(error, grpc.RpcError):
@@ -203,4 +246,6 @@ def lost(reason: str, who: str, error: BaseException) -> PeerLostError:
         code = getattr(error, "code", lambda: None)()
         details = getattr(error, "details", lambda: "")()
         return PeerLostError(reason, f"{who} cannot be reached ({code}: {details})")
-    return PeerLostError(reason, f"{who} did not answer in time")
+    if isinstance(error, TimeoutError):
+        return PeerLostError(reason, f"{who} did not answer in time")
+    return PeerLostError(reason, f"{who} has ended its stream")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import grpc.aio
 from opentelemetry.trace import Span
@@ -23,6 +26,9 @@ from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
 
 MAX_REQUEST_ID_BYTES = 256
 MAX_MESSAGES = 1024
+# Shorter texts are tokenized where they arrive, in a millisecond at most. Longer ones, one at a
+# time, beside the event loop: 10 MB take seconds, and nobody else's tokens wait for them.
+MAX_INLINE_CHARS = 4096
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -31,12 +37,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, engine: Engine, telemetry: Telemetry) -> None:
         self._engine = engine
         self._telemetry = telemetry
+        self._text_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self.tokenizer: Tokenizer | None = None
 
     def _tokenizer(self) -> Tokenizer:
         self._engine.limits()
         assert self.tokenizer is not None
         return self.tokenizer
+
+    async def _tokenized(
+        self, num_chars: int, encode: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        if num_chars <= MAX_INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, encode)
+
+    async def _encode(self, text: str) -> tuple[int, ...]:
+        return await self._tokenized(len(text), partial(self._tokenizer().encode, text))
 
     # ---- generation ----
 
@@ -46,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             match request.WhichOneof("input"):
                 case "prompt":
-                    token_ids = self._tokenizer().encode(request.prompt)
+                    token_ids = await self._encode(request.prompt)
                 case "prompt_token_ids":
                     token_ids = tuple(request.prompt_token_ids.ids)
                 case _:
@@ -61,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateReply]:
         try:
-            token_ids = self._encode_chat(request.messages)
+            token_ids = await self._encode_chat(request.messages)
             async with aclosing(self._serve(request, token_ids, context)) as replies:
                 async for reply in replies:
                     yield reply
@@ -101,10 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if delivery.times is not None:
                     self._record_phases(request, delivery.times, started_ns)
         finally:
-            if complete:
-                self._engine.delivered(request.request_id)
-            else:
-                self._engine.abort(request.request_id)
+            self._engine.leave(request.request_id, mailbox, complete=complete)
             if span is not None:
                 span.set_attribute("octavo.request_id", request.request_id)
                 span.set_attribute("octavo.num_prompt_tokens", len(token_ids))
@@ -146,7 +160,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 "UNKNOWN_MODEL", f"model {asked!r} is not served here; {worker.model_name!r} is"
             )
 
-    def _encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> tuple[int, ...]:
+    async def _encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> tuple[int, ...]:
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise ServiceError(
                 "INVALID_PARAMETER",
@@ -155,8 +169,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         turns: list[Mapping[str, str]] = [
             {"role": message.role, "content": message.content} for message in messages
         ]
+        num_chars = sum(len(message.content) for message in messages)
         try:
-            return self._tokenizer().encode_chat(turns)
+            return await self._tokenized(num_chars, partial(self._tokenizer().encode_chat, turns))
         except NoChatTemplateError as error:
             raise ServiceError("NO_CHAT_TEMPLATE", str(error)) from error
         except ValueError as error:
@@ -201,9 +216,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             if request.WhichOneof("input") == "chat":
                 return inference_pb2.TokenizeReply(
-                    token_ids=self._encode_chat(request.chat.messages)
+                    token_ids=await self._encode_chat(request.chat.messages)
                 )
-            return inference_pb2.TokenizeReply(token_ids=self._tokenizer().encode(request.text))
+            return inference_pb2.TokenizeReply(token_ids=await self._encode(request.text))
         except ServiceError as error:
             await abort(context, error)
 

@@ -78,7 +78,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a plain text, with the special tokens that the model puts in front."""
-        return tuple(self._fast.encode(text).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -95,7 +95,13 @@ class Tokenizer:
             )
         except Exception as error:  # a template raises whatever its author chose
             raise ValueError(f"the model's chat template refused the messages: {error}") from error
-        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        # The batch call alone lets other threads run meanwhile, and without offsets it takes a
+        # fifth of the time.
+        encodings = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encodings[0].ids)
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._fast, self._byte_token_ids)

@@ -149,7 +149,6 @@ def resolve(
         raise InvalidRequestError(
             "EMPTY_PROMPT", "the prompt has 0 tokens; it must have at least 1"
         )
-    check_vocabulary("prompt_token_ids", prompt_token_ids, limits.vocab_size)
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
         raise InvalidRequestError(
@@ -157,6 +156,8 @@ def resolve(
             f"the prompt has {num_prompt_tokens} tokens; this model attends to"
             f" {limits.max_model_len}, so a prompt may have at most {limits.max_model_len - 1}",
         )
+    # Not before: its cost grows with the prompt.
+    check_vocabulary("prompt_token_ids", prompt_token_ids, limits.vocab_size)
     params = replace(params, max_tokens=room if max_tokens is None else max_tokens)
     check_ranges(params)
     check_stops(params, limits.vocab_size)
