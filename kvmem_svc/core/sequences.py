@@ -135,7 +135,7 @@ class SequenceTable:
         """The rows of a uint64 column of distinct live sequences. Raises OpMistake.
 
         Steady decode names the same sequences op after op, so the last answer is kept until
-        a sequence comes or goes.
+        a sequence ends.
         """
         if sequence_ids.size == self._known_ids.size and (sequence_ids == self._known_ids).all():
             return self._known_rows
@@ -197,7 +197,6 @@ class SequenceTable:
 
     def create(self, record: RequestRecord, candidate: int, token_ids: Column) -> int:
         """Fill an empty row with a WAITING sequence; returns the row. One must be free."""
-        self._forget_known()
         row = self._free_rows.pop()
         sequence_id = self._generation[row] << 32 | row
         self.live_ids[row] = sequence_id

@@ -130,7 +130,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.num_requests += 1
         name = f"r{self.num_requests}"
         result = self.send(b.Arrive(name, i32(prompt), num_candidates)).results[0]
-        if len(self.model.sequences) == MAX_SEQUENCES:
+        unconfirmed = len(self.model.requests)
+        if len(self.model.sequences) == MAX_SEQUENCES or unconfirmed == 4 * MAX_SEQUENCES:
             expect(result, OpStatus.NO_FREE_SEQUENCES)
             return
         arrived = expect(result, OpStatus.OK).value

@@ -154,6 +154,17 @@ def test_b20_admit_refuses_to_share_what_is_not_the_same(case: str) -> None:
     assert memory.fails(b.Admit(members)).status == expected
 
 
+def test_admit_shares_no_more_than_the_source_has_in_blocks_and_in_tokens() -> None:
+    memory = Driver(num_blocks=16)
+    short = memory.run("few blocks", 8, num_slots=4)
+    long = memory.run("few tokens", 8, num_slots=12)
+    waiting = memory.arrive("r", 8)
+    refused = memory.fails(b.Admit([b.AdmitMember(waiting, 8, short, 2)]))
+    assert "it has 1" in refused.message
+    refused = memory.fails(b.Admit([b.AdmitMember(waiting, 12, long, 3)]))
+    assert "first 12 tokens are not the same" in refused.message
+
+
 @pytest.mark.parametrize("num_slots", [0, 33])
 def test_admit_refuses_slots_out_of_range(num_slots: int) -> None:
     memory = Driver()
@@ -363,6 +374,16 @@ def test_commit_refuses_a_state_over_the_limit() -> None:
     assert "4097 bytes" in memory.fails(op).message
 
 
+def test_a_column_that_its_caller_changes_afterwards_is_looked_up_anew() -> None:
+    memory = Driver()
+    first, second = memory.run("a", 4), memory.run("b", 4)
+    ids = u64(first)
+    memory.do(b.Commit(ids, i32(7), i32(4)))
+    ids[0] = second
+    memory.do(b.Commit(ids, i32(8), i32(4)))
+    assert (memory.tokens(first)[-1], memory.tokens(second)[-1]) == (7, 8)
+
+
 # --- forks ------------------------------------------------------------------------------
 
 
@@ -387,7 +408,9 @@ def test_fork_needs_no_free_blocks() -> None:
 def test_fork_with_tokens_gives_parent_and_children_one_each() -> None:
     memory = Driver()
     parent = memory.run("a", 2)
+    memory.do(b.Commit(u64(parent), i32(), i32(2), i32(0), [(parent, b"scores")]))
     first, second = memory.fork(parent, 2, 7, 8, 9)
+    assert memory.manager.sequences.scheduler_states.count(b"scores") == 3
     ends = [memory.tokens(i)[-1] for i in (parent, first, second)]
     assert ends == [7, 8, 9]
 
