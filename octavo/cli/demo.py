@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from octavo.cli.stack import READY_TIMEOUT_S, Stack, StackError, StackOptions, r
 from octavo.cli.state import StateDir
 from octavo.cli.supervisor import ServiceFailedError
 from octavo.cli.talk import print_piece
-from octavo.client import AsyncClient
+from octavo.client import AsyncChunkStream, AsyncClient
 from octavo.errors import OctavoError
 from octavo.service import telemetry
 from octavo.types import Generation, SamplingParams
@@ -47,6 +48,10 @@ GIVE_BACK_TIMEOUT_S = 10.0
 TRACE_TIMEOUT_S = 10.0
 SHOWN_LOG_LINES = 25
 INTERRUPTED_EXIT_CODE = 130
+
+
+# `AsyncClient.stream_chat` or `AsyncClient.stream`.
+Ask = Callable[..., AsyncChunkStream]
 
 
 class DemoError(Exception):
@@ -131,9 +136,12 @@ class Demo:
         await self._start()
         client = AsyncClient(self._stack.addresses["scheduler"], tracer=self._traces.tracer)
         async with client:
-            await self._ask(client)
+            model = await client.model()
+            # A model that was not made for conversations goes on with the question's text.
+            ask = client.stream_chat if model.has_chat_template else client.stream
+            await self._ask(ask, model.name)
             request_id = f"demo-{uuid.uuid4().hex[:8]}"
-            observed = await self._ask_for_two(client, request_id)
+            observed = await self._ask_for_two(ask, request_id)
             self._show_blocks(observed)
             await self._show_trace(request_id)
         self.finished = True
@@ -154,13 +162,12 @@ class Demo:
 
     # ---- 1
 
-    async def _ask(self, client: AsyncClient) -> None:
+    async def _ask(self, ask: Ask, model_name: str) -> None:
         self._console.print(render.heading(1, "A question, answered token by token"))
         self._console.print(f"[bold]you>[/] {QUESTION}")
-        model = await client.model()
-        self._console.print(f"[bold]{model.name}>[/] ", end="")
+        self._console.print(f"[bold]{model_name}>[/] ", end="")
         began_s, first_s = time.monotonic(), None
-        async with client.stream_chat(QUESTION, SURE, timeout_s=REQUEST_TIMEOUT_S) as chunks:
+        async with ask(QUESTION, SURE, timeout_s=REQUEST_TIMEOUT_S) as chunks:
             async for chunk in chunks:
                 if chunk.text and first_s is None:
                     first_s = time.monotonic() - began_s
@@ -174,7 +181,7 @@ class Demo:
 
     # ---- 2
 
-    async def _ask_for_two(self, client: AsyncClient, request_id: str) -> Observed:
+    async def _ask_for_two(self, ask: Ask, request_id: str) -> Observed:
         """The same question with two answers, watched at the memory service."""
         self._console.print(render.heading(2, "Two answers to one question share its memory"))
         with KvMemoryInspector(self._stack.addresses["kvmem"]) as inspector:
@@ -183,7 +190,7 @@ class Demo:
             with inspector.watch(timeout_s=REQUEST_TIMEOUT_S) as events:
                 story.apply(await asyncio.to_thread(next, events))
                 following = asyncio.create_task(asyncio.to_thread(_follow, events, story, before))
-                result = await self._two_answers(client, request_id)
+                result = await self._two_answers(ask, request_id)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(following), GIVE_BACK_TIMEOUT_S)
                 events.close()
@@ -191,10 +198,8 @@ class Demo:
             after = await asyncio.to_thread(inspector.pool_stats)
         return Observed(result, story, before, after)
 
-    async def _two_answers(self, client: AsyncClient, request_id: str) -> Generation:
-        stream = client.stream_chat(
-            QUESTION, TWO_ANSWERS, request_id=request_id, timeout_s=REQUEST_TIMEOUT_S
-        )
+    async def _two_answers(self, ask: Ask, request_id: str) -> Generation:
+        stream = ask(QUESTION, TWO_ANSWERS, request_id=request_id, timeout_s=REQUEST_TIMEOUT_S)
         most = (TWO_ANSWERS.n or 1) * (TWO_ANSWERS.max_tokens or 0)
         with generating(self._console, "The same question again, two answers at once", most) as add:
             async with stream as chunks:

@@ -110,7 +110,7 @@ def converse(
     history = list(opening)
     while True:
         try:
-            question = console.input("[bold cyan]you>[/] ").strip()
+            question = input(_prompt(console)).strip()
         except EOFError:
             console.print()
             return
@@ -119,6 +119,13 @@ def converse(
             continue
         if question:
             history = _exchange(client, history, question, params, console)
+
+
+def _prompt(console: Console) -> str:
+    """The prompt; \\x01 and \\x02 tell line editing what takes no room on the screen."""
+    if console.color_system is None:
+        return "you> "
+    return "\x01\x1b[1;36m\x02you>\x01\x1b[0m\x02 "
 
 
 def _exchange(
