@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
-# Before torch loads its OpenMP runtime, which reads these once. Its threads, left alone, spin
-# for milliseconds after every parallel region, on cores that the other services need; here they
-# spin just long enough to bridge the gap to the next operation of the same forward.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-os.environ.setdefault("KMP_BLOCKTIME", "0")
-
-import asyncio
 import sys
-import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import structlog
 import typer
 
 from model_worker.errors import WorkerError
 from model_worker.options import WorkerOptions
-from model_worker.servicer import WorkerServicer
-from octavo.service import logs, telemetry
-from octavo.service.server import AddressError, ServiceHost, run
-from octavo.v1 import worker_pb2, worker_pb2_grpc
-
-if TYPE_CHECKING:
-    from model_worker.runner import ModelRunner
-
-log = structlog.get_logger()
-
-SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
-HEALTH_INTERVAL_S = 0.5
+from model_worker.serve import serve
+from model_worker.threads import place_threads
+from octavo.service import logs
+from octavo.service.server import AddressError, run
 
 
 def _env(name: str) -> str:
@@ -99,6 +77,7 @@ def main(
     ] = "info",
 ) -> None:
     """Serve a model's forward passes over the KV blocks it is told to use."""
+    place_threads()
     logs.setup("octavo-worker", level=log_level)
     options = WorkerOptions(
         model=model,
@@ -113,60 +92,10 @@ def main(
         threads=threads,
     )
     try:
-        run(_serve(address, options, step_timeout_ms / 1000))
+        run(serve(address, options, step_timeout_ms / 1000))
     except (WorkerError, AddressError) as error:
         print(f"octavo-worker: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-async def _serve(address: str, options: WorkerOptions, step_timeout_s: float) -> None:
-    """Listen at once, load the model on its thread, then serve until told to stop."""
-    model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
-    traces = telemetry.setup("octavo-worker")
-    servicer = WorkerServicer(uuid.uuid4().hex, model_thread, traces)
-    host = ServiceHost("octavo-worker", address, [SERVICE_NAME])
-    worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, host.server)
-    await host.start()
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.create_task(host.run_until_stopped())
-    loading = loop.run_in_executor(model_thread, _load, options)
-    await asyncio.wait({stopped, loading}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopped.done():
-        try:
-            servicer.set_runner(loading.result())
-        except WorkerError:
-            host.stopping.set()
-            await stopped
-            raise
-        health = asyncio.create_task(_report_health(host, servicer, step_timeout_s))
-        log.info("serving", boot_id=servicer.boot_id)
-        await stopped
-        health.cancel()
-    model_thread.shutdown(wait=False, cancel_futures=True)
-    traces.shutdown()
-
-
-def _load(options: WorkerOptions) -> ModelRunner:
-    """On the model thread: import torch, which takes seconds, and build the runner."""
-    from model_worker.build import build_runner
-
-    return build_runner(options)
-
-
-async def _report_health(
-    host: ServiceHost, servicer: WorkerServicer, step_timeout_s: float
-) -> None:
-    """Say SERVING, but not while a step hangs."""
-    was_serving = None
-    while not host.stopping.is_set():
-        began_s = servicer.step_began_s
-        is_serving = began_s is None or time.monotonic() - began_s < step_timeout_s
-        if is_serving != was_serving:
-            await host.set_serving(is_serving)
-            if not is_serving:
-                log.error("a step hangs", running_s=round(time.monotonic() - (began_s or 0.0), 1))
-            was_serving = is_serving
-        await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from model_worker.attention import create_backend
-from model_worker.errors import ModelError, PoolSizeError
+from model_worker.errors import ModelError, WorkerError
 from model_worker.forward import PagedForward
 from model_worker.input_batch import InputBatch, Limits
 from model_worker.kv_tensors import (
@@ -29,6 +29,7 @@ log = structlog.get_logger()
 
 def build_runner(options: WorkerOptions) -> ModelRunner:
     """Load the model, make the KV pool, check both with a tiny forward. Raises WorkerError."""
+    _check_counts(options)
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     if options.dtype not in DTYPES:
         raise ModelError(f"--dtype {options.dtype}: there are only {', '.join(DTYPES)}")
@@ -64,12 +65,15 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
     return ModelRunner(forward, kv, InputBatch(limits))
 
 
+def _check_counts(options: WorkerOptions) -> None:
+    for name in ("block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise WorkerError(f"--{name.replace('_', '-')} {value} is below 1")
+
+
 def _num_blocks(options: WorkerOptions, loaded: LoadedModel) -> int:
-    if options.block_size < 1:
-        raise PoolSizeError(f"--block-size {options.block_size} is below 1")
     if options.num_blocks is not None:
-        if options.num_blocks < 1:
-            raise PoolSizeError(f"--num-blocks {options.num_blocks} is below 1")
         return options.num_blocks
     return choose_num_blocks(
         block_bytes=bytes_per_block(loaded.layer_specs, options.block_size, loaded.dtype),

@@ -80,7 +80,7 @@ def load_model(
         vocab_size=vocab_size,
         num_embeddings=min(vocab_size, model.get_input_embeddings().weight.shape[0]),
         num_token_ids=_num_token_ids(source.path, vocab_size),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, vocab_size),
         slices_logits="logits_to_keep" in parameters,
     )
 
@@ -96,7 +96,22 @@ def _config(source: ModelSource) -> Any:
         raise UnsupportedModelError(
             f"{source.name} is an encoder-decoder ({config.model_type}); only decoders are served"
         )
+    _check_architecture(source, config)
     return config
+
+
+def _check_architecture(source: ModelSource, config: Any) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"{source.name} is of type {config.model_type}, which transformers has no decoder for"
+        )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{source.name}: {model_class.__name__} does not use transformers' attention interface"
+        )
 
 
 def _weights(source: ModelSource, dtype: torch.dtype) -> Any:
@@ -107,16 +122,11 @@ def _weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             source.path, dtype=dtype, attn_implementation=PAGED
         )
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise ModelError(f"Cannot load {source.name}: {error}") from error
-    if not type(model)._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{source.name}: {type(model).__name__} does not use transformers' attention interface"
-        )
-    return model
 
 
 def _max_model_len(config: Any, requested: int | None) -> int:
@@ -169,10 +179,11 @@ def _num_token_ids(folder: Path, vocab_size: int) -> int:
     return min(vocab_size, highest + 1)
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def _eos_token_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """From the generation config, which may list several, else from the model's config."""
     for config in (model.generation_config, model.config.get_text_config()):
         eos = getattr(config, "eos_token_id", None)
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+            listed = eos if isinstance(eos, list | tuple) else [eos]
+            return tuple(int(each) for each in listed if 0 <= each < vocab_size)
     return ()

@@ -20,7 +20,14 @@ NUM_PROBE_TOKENS = 4
 
 # Keywords that say nothing about what attention computes in a causal decoder at inference.
 _HARMLESS_KEYWORDS = frozenset(
-    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+    {
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
 )
 
 

@@ -50,7 +50,7 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     ) -> None:
         self.boot_id = boot_id
         self.fencing = Fencing(boot_id)
-        # Results of the newest steps, whoever received them.
+        # Results of the newest steps with rows, whether or not anybody received them.
         self.retained_outputs: deque[StepOutput] = deque(maxlen=MAX_INFLIGHT_STEPS)
         # Monotonic time at which the step that runs now began; None between steps.
         self.step_began_s: float | None = None
@@ -131,7 +131,8 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         finally:
             self.step_began_s = None
         self.fencing.end_step(step.step_id)
-        self.retained_outputs.append(output)
+        if step.sequence_ids.size:  # else an adopter's first, empty step would push them out
+            self.retained_outputs.append(output)
         return output
 
 

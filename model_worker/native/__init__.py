@@ -21,7 +21,7 @@ import platformdirs
 
 from model_worker.errors import WorkerError
 
-SOURCE = Path(__file__).with_name("paged_attention.cpp")
+FOLDER = Path(__file__).parent
 # -ffp-contract is GCC's default made plain: the same binary gives the same bits everywhere in it.
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared"),
@@ -57,10 +57,11 @@ def load_library() -> ctypes.CDLL:
 
 def _cached_path(compiler: str) -> Path:
     key = hashlib.blake2b(digest_size=8)
-    for part in (SOURCE.read_text(), *FLAGS, compiler, _processor()):
+    texts = (path.read_text() for path in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))))
+    for part in (*texts, *FLAGS, compiler, _processor()):
         key.update(part.encode() + b"\0")
     root = os.environ.get("OCTAVO_CACHE") or platformdirs.user_cache_dir("octavo")
-    return Path(root) / "native" / f"{SOURCE.stem}-{key.hexdigest()}.so"
+    return Path(root) / "native" / f"octavo-{key.hexdigest()}.so"
 
 
 def _processor() -> str:
@@ -77,18 +78,18 @@ def _build(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name
-        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", str(built), *map(str, sorted(FOLDER.glob("*.cpp")))]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise NativeBuildError(
-                f"{compiler} took more than {BUILD_TIMEOUT_S} s for {SOURCE.name}"
+                f"{compiler} took more than {BUILD_TIMEOUT_S} s for {FOLDER.name}/*.cpp"
             ) from error
         if done.returncode:
             raise NativeBuildError(
-                f"{compiler} refused {SOURCE.name}; --attention reference does without it:\n"
+                f"{compiler} refused {FOLDER.name}/*.cpp; --attention reference does without:\n"
                 f"{done.stderr[-2000:]}"
             )
         built.replace(path)

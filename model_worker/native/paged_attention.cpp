@@ -12,45 +12,21 @@
 //          one position give the same bits.
 // Bytes    a decode row of length L reads 2 * L * head_dim * sizeof(KV) per KV head.
 //
-// Vectors are GCC's portable ones; the compiler maps them to what the machine has.
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-constexpr int LANES = 16;
+using namespace octavo;
+
 constexpr int PARTITION = 256;  // tokens; two of K and V of one head fit an L2 cache well
 constexpr int ROW_TILE = 16;    // query rows of a prefill chunk that one item takes
 constexpr int HEADS_AT_ONCE = 4;  // query heads whose accumulators fit the registers
-
-typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
-
-inline vf load(const float* p) {
-  vf v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-// bfloat16 is the upper half of a float.
-inline vf load(const uint16_t* p) {
-  vh h;
-  std::memcpy(&h, p, sizeof h);
-  vu wide = __builtin_convertvector(h, vu) << 16;
-  vf v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
-inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-
-inline vf splat(float x) { return x - vf{}; }
 
 // A fixed tree: lane i with i + 8, then + 4, + 2, + 1.
 inline float sum(vf v) {

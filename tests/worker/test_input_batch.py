@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ LIMITS = Limits(
 )
 
 
-def start(sequence_id: int, blocks: list[int], version: int = 1, **sampling) -> SequenceStart:
+def start(sequence_id: int, blocks: list[int], version: int = 1, **sampling: Any) -> SequenceStart:
     return SequenceStart(sequence_id, np.array(blocks, np.int32), version, Sampling(**sampling))
 
 
@@ -198,15 +199,14 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_b39_sampling_out_of_range_is_refused(batch, sampling):
-    assert refused(batch, step([], starts=[start(9, [2], **sampling)])).reason == (
-        "INVALID_PARAMETER"
-    )
+    bad = step([], starts=[start(9, [2], **sampling)])
+    assert refused(batch, bad).reason == "INVALID_PARAMETER"
 
 
 def test_sampling_at_its_bounds_is_accepted(batch):
     for sampling in (
-        {"temperature": 1e300, "top_p": 1.0, "min_p": 0.0, "top_k": -1},
-        {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1.0, "top_k": 2**31 - 1},
-        {"temperature": 0.0, "top_p": 0.0},  # greedy: the rest is not read
+        Sampling(temperature=1e300, top_p=1.0, min_p=0.0, top_k=-1),
+        Sampling(temperature=1e-300, top_p=1e-300, min_p=1.0, top_k=2**31 - 1),
+        Sampling(temperature=0.0, top_p=0.0),  # greedy: the rest is not read
     ):
-        batch.apply(step([], starts=[start(9, [2], **sampling)]))
+        batch.apply(step([], starts=[replace(start(9, [2]), sampling=sampling)]))

@@ -51,7 +51,7 @@ def test_left_to_itself_the_pool_is_what_all_sequences_can_use():
 def test_left_to_itself_the_pool_takes_at_most_a_quarter_of_what_is_available():
     assert size(available_bytes=4 * 25_999) == 25
     assert size(available_bytes=4 * 10_000) == 10
-    with pytest.raises(PoolSizeError, match="160 tokens needs 10 blocks of 1000 .* room for 9 "):
+    with pytest.raises(PoolSizeError, match=r"160 tokens needs 10 blocks of 1000 .* room for 9 "):
         size(available_bytes=4 * 9_999)
 
 

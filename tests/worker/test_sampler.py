@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,11 +47,14 @@ def naive_probabilities(logits: list[float], sampling: Sampling) -> list[tuple[i
 
 def naive_draw(logits: list[float], sampling: Sampling, number: float) -> set[int]:
     """Ids that inverting the distribution at `number` may give, allowing for rounding."""
-    allowed, mass = set(), 0.0
-    for token_id, probability in naive_probabilities(logits, sampling):
-        if mass - 1e-5 <= number <= mass + probability + 1e-5:
-            allowed.add(token_id)
-        mass += probability
+    allowed = set()
+    for slack in (1 - 1e-6, 1 + 1e-6) if sampling.top_p < 1.0 else (1.0,):
+        mass = 0.0
+        nearly = replace(sampling, top_p=sampling.top_p * slack)
+        for token_id, probability in naive_probabilities(logits, nearly):
+            if mass - 1e-5 <= number <= mass + probability + 1e-5:
+                allowed.add(token_id)
+            mass += probability
     return allowed
 
 
@@ -77,15 +81,15 @@ def test_a_large_row_sorted_in_part_equals_one_sorted_whole():
     """Draws decided in the head of the row and draws that need all of it."""
     rng = np.random.default_rng(0)
     for spread in (0.3, 2.0, 6.0):
-        logits = (rng.standard_normal(5000) * spread).astype(np.float32)
+        logits = (rng.standard_normal(2000) * spread).astype(np.float32)
         for sampling in (
             Sampling(1.0),
             Sampling(0.5, top_p=0.7),
             Sampling(1.0, top_p=0.9999),
             Sampling(1.5, min_p=1e-6),
-            Sampling(1.0, top_k=3000, top_p=0.95),
+            Sampling(1.0, top_k=1500, top_p=0.95),
         ):
-            for position in range(20):
+            for position in range(8):
                 number = uniform(0, 0, position)
                 assert draw(logits, sampling, position)[0] in naive_draw(
                     logits.tolist(), sampling, number

@@ -82,7 +82,7 @@ def eager_logits(model: Any, token_ids: list[int]) -> np.ndarray:
 def greedy_ids(model: Any, token_ids: list[int], count: int) -> list[int]:
     """What the model generates greedily on its own, never ending early.
 
-    Without transformers' cache, whose sliding windows of 1 attend to nothing.
+    Without transformers' cache where windows slide: in one of 1 it attends to nothing.
     """
     prompt = torch.tensor([token_ids])
     out = model.generate(
@@ -91,7 +91,7 @@ def greedy_ids(model: Any, token_ids: list[int], count: int) -> list[int]:
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
-        use_cache=False,
+        use_cache=getattr(model.config, "sliding_window", None) is None,
         eos_token_id=None,
     )
     return out[0, len(token_ids) :].tolist()
