@@ -118,17 +118,19 @@ class Engine:
 
     async def run(self, holder: str, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Connect, serve until a peer is lost, connect again; until cancelled."""
-        pause_s = RECONNECT_FIRST_S
+        pause_s, said = RECONNECT_FIRST_S, ""
         try:
             while True:
                 try:
                     await self._connect(holder)
                 except PeerLostError as error:
-                    log.warning("not connected", reason=error.reason, error=error.message)
+                    if error.message != said:
+                        log.warning("not connected", reason=error.reason, error=error.message)
+                        said = error.message
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, RECONNECT_MOST_S)
                     continue
-                pause_s = RECONNECT_FIRST_S
+                pause_s, said = RECONNECT_FIRST_S, ""
                 await on_ready(True)
                 assert self._lost is not None
                 error = await self._lost
