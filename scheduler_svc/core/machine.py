@@ -89,7 +89,7 @@ class Machine:
             case events.RequestArrived(request):
                 self._on_arrived(request)
             case events.AbortRequested():
-                self._deferred.append(event)
+                self._on_abort_requested(event)
             case events.Delivered(request_id):
                 self._on_delivered(request_id)
             case events.BatchApplied(result):
@@ -140,6 +140,19 @@ class Machine:
         else:
             self._enter(request)
 
+    def _on_abort_requested(self, event: events.AbortRequested) -> None:
+        waiting = [
+            other
+            for other in self._deferred
+            if isinstance(other, events.RequestArrived)
+            and other.request.request_id == event.request_id
+        ]
+        if waiting:
+            # It has not entered yet, and never will. Its predecessor's abort stands.
+            self._deferred.remove(waiting[-1])
+        else:
+            self._deferred.append(event)
+
     def _enter(self, request: Request) -> None:
         queued = sum(
             group.status in (GroupStatus.ARRIVING, GroupStatus.WAITING)
@@ -166,7 +179,8 @@ class Machine:
                 ops.OpStatus.ALREADY_EXISTS: "REQUEST_EXISTS",
                 ops.OpStatus.NO_FREE_SEQUENCES: "QUEUE_FULL",
             }.get(result.status, "INTERNAL")
-            self._reject(request_id, reason, result.message)
+            if not self._is_unwanted(request_id):
+                self._reject(request_id, reason, result.message)
             return
         group.arrival_number = result.arrival_number
         group.move_to(GroupStatus.WAITING)
