@@ -1,0 +1,212 @@
+"""What goes wrong, and when: a plan drawn before the world starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from simulator.clock import MS, SECOND
+from simulator.knobs import Knobs
+from simulator.network import NO_FAULTS, NetworkFaults, Pair
+from simulator.process import Process, Surroundings
+
+# Processes are named by what they are; "scheduler" is any of them.
+KILLABLE = ("scheduler", "kvmem", "worker")
+CUTTABLE = (("scheduler", "kvmem"), ("scheduler", "worker"), ("callers", "scheduler"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind`: kill (and start again after the duration), pause, cut, or isolate, which cuts off
+    from memory service and worker. `after`: not at a time, but right after the n-th message of
+    a kind, in the middle of an exchange that is delicate."""
+
+    kind: str
+    targets: tuple[str, ...]
+    at_us: int
+    duration_us: int
+    after: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """`network` holds until the faults stop, at `stop_us`."""
+
+    network: NetworkFaults = NO_FAULTS
+    faults: tuple[Fault, ...] = ()
+    stop_us: int = 0
+
+    @property
+    def calm(self) -> bool:
+        """Nothing is lost and nobody dies; delays do not count."""
+        return not self.faults and not any(
+            (
+                self.network.break_connection,
+                self.network.lose_request,
+                self.network.lose_reply,
+            )
+        )
+
+    @staticmethod
+    def draw(draw: Random, knobs: Knobs, busy_us: tuple[int, ...], horizon_us: int) -> FaultPlan:
+        """A third of all seeds is calm. In the others each kind has a probability of its own.
+
+        `busy_us`: when requests come; most faults happen soon after.
+        """
+        delay_much = draw.choice([0.0, 0.0, 0.02, 0.1])
+        call_twice = draw.choice([0.0, 0.3])
+        if draw.random() < 0.35:
+            return FaultPlan(
+                NetworkFaults(delay_much=delay_much, call_twice=call_twice), (), horizon_us
+            )
+        network = NetworkFaults(
+            break_connection=draw.choice([0.0, 0.0, 0.002, 0.01]),
+            delay_much=delay_much,
+            lose_request=draw.choice([0.0, 0.2]),
+            lose_reply=draw.choice([0.0, 0.2]),
+            call_twice=call_twice,
+        )
+        faults: list[Fault] = []
+        for kind, targets in (
+            *(("kill", (who,)) for who in KILLABLE),
+            *(("pause", (who,)) for who in KILLABLE),
+            *(("cut", pair) for pair in CUTTABLE),
+            ("isolate", ("scheduler",)),
+        ):
+            # With another scheduler waiting there is more to see.
+            contested = knobs.num_schedulers > 1 and "scheduler" in targets
+            if draw.random() < (0.4 if contested else 0.25):
+                at_us = draw.choice(busy_us) + draw.randint(0, 80 * MS)
+                for _ in range(draw.randint(1, 3)):
+                    duration_us = _draw_duration_us(draw, kind, knobs.keepalive_us)
+                    after = _draw_moment(draw) if draw.random() < 0.5 else None
+                    faults.append(Fault(kind, targets, at_us, duration_us, after))
+                    soon_us = at_us + draw.randint(0, 120 * MS)
+                    at_us = draw.choice([soon_us, draw.randint(0, horizon_us)])
+        return FaultPlan(network, tuple(faults), horizon_us)
+
+
+def _draw_duration_us(draw: Random, kind: str, keepalive_us: int) -> int:
+    short_us = draw.randint(1 * MS, 100 * MS)
+    # So long that some have given up, and others have not.
+    long_us = keepalive_us + draw.randint(0, keepalive_us)
+    match kind:
+        case "kill":  # some are back before their peers have noticed
+            return draw.choice([1 * MS, short_us, draw.randint(0, 3 * SECOND)])
+        case "isolate":
+            return long_us
+    return draw.choice([short_us, keepalive_us // 2, long_us, long_us])
+
+
+def _draw_moment(draw: Random) -> tuple[str, int]:
+    """While connecting, between an admission and its first step, or anywhere in between."""
+    return draw.choice(
+        [
+            (draw.choice(["GetInfo", "OpenSession", "AttachPool"]), draw.randint(1, 3)),
+            ("ApplyBatch", draw.randint(1, 4)),
+            (draw.choice(["ApplyBatch", "Execute"]), draw.randint(1, 80)),
+        ]
+    )
+
+
+@dataclass
+class FaultInjector:
+    """Carries a plan out."""
+
+    world: Surroundings
+    plan: FaultPlan
+    # By what they are called in a plan.
+    processes: dict[str, list[Process]]
+    _cuts: list[Pair] = field(default_factory=list)
+    _over: bool = False
+
+    def schedule(self) -> None:
+        clock = self.world.network.clock
+        self.world.network.faults = self.plan.network
+        for fault in self.plan.faults:
+            action = partial(self._begin, fault)
+            if fault.after is not None:
+                self.world.network.triggers.setdefault(fault.after, []).append(action)
+            else:
+                clock.at(fault.at_us, action)
+        clock.at(self.plan.stop_us, self._stop)
+
+    def _begin(self, fault: Fault) -> None:
+        if not self._over:
+            chosen = [self._choose(target) for target in fault.targets]
+            match fault.kind:
+                case "kill":
+                    self._kill(fault, chosen[0])
+                case "pause":
+                    self._pause(fault, chosen[0])
+                case "cut":
+                    self._cut(fault, chosen[0], chosen[1])
+                case "isolate":
+                    self._cut(fault, chosen[0], self.processes["kvmem"][0])
+                    self._cut(fault, chosen[0], self.processes["worker"][0])
+
+    def _choose(self, target: str) -> Process:
+        """One that is of consequence, mostly."""
+        processes = self.processes[target]
+        busy = [process for process in processes if process.serving]
+        draw = self.world.draw
+        return draw.choice(busy if busy and draw.random() < 0.8 else processes)
+
+    def _note(self, what: str) -> None:
+        self.world.history.note("FAULT", what)
+
+    def _kill(self, fault: Fault, process: Process) -> None:
+        if process.alive:
+            self._note(f"{process.name} is killed")
+            process.kill()
+            process.clock.after(fault.duration_us, partial(self._restart, process, fault.targets))
+
+    def _restart(self, process: Process, targets: tuple[str, ...]) -> None:
+        if not process.alive:
+            self.world.marks.hit(f"{targets[0]} restarted")
+            process.start()
+
+    def _pause(self, fault: Fault, process: Process) -> None:
+        if process.alive and not process.paused:
+            self._note(f"{process.name} is paused for {fault.duration_us / MS:g} ms")
+            self.world.marks.hit(f"{fault.targets[0]} paused")
+            process.pause()
+            process.clock.after(fault.duration_us, partial(self._resume, process, process.life))
+
+    def _resume(self, process: Process, life: int) -> None:
+        if process.paused and process.life == life:
+            self._note(f"{process.name} goes on")
+            process.resume()
+
+    def _cut(self, fault: Fault, one: Process, other: Process) -> None:
+        a, b = sorted((one.name, other.name))
+        duration_ms = fault.duration_us / MS
+        self._note(f"{a} and {b} are cut off from each other for {duration_ms:g} ms")
+        if a == "callers":
+            self.world.marks.hit("callers cut off")
+        else:
+            self.world.marks.hit(f"scheduler cut off from {other.name}")
+        self.world.network.cut((a, b))
+        self._cuts.append((a, b))
+        self.world.network.clock.after(fault.duration_us, partial(self._heal, (a, b)))
+
+    def _heal(self, pair: Pair) -> None:
+        if pair in self._cuts:
+            self._cuts.remove(pair)
+            self._note(f"{pair[0]} and {pair[1]} reach each other again")
+            self.world.network.heal(pair)
+
+    def _stop(self) -> None:
+        """From here on nothing goes wrong, and everything must come right."""
+        self._over = True
+        self._note("no more faults")
+        self.world.network.faults = NO_FAULTS
+        for pair in list(self._cuts):
+            self._heal(pair)
+        for processes in self.processes.values():
+            for process in processes:
+                if process.paused:
+                    self._resume(process, process.life)
+                if not process.alive and process.life:
+                    process.start()

@@ -1,0 +1,71 @@
+"""Coverage marks: the situations a simulation is for. One that is never reached tests nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MARKS: Mapping[str, str] = {
+    # The scheduler's life under pressure.
+    "preempted": "a running group gave its blocks back and waited again",
+    "forked": "the candidates of a request went separate ways",
+    "copied on write": "the worker copied a block for a candidate that wrote into a shared one",
+    "copy of a preempted group dropped": "kvmem planned a copy that the step no longer needed",
+    "chunked prefill": "a prompt was computed in more than one step",
+    "group resumed with shared prefix": "candidates came back sharing their prompt's blocks",
+    "waited for a shared prefix": "a candidate sat out a step while a sibling computed for both",
+    "admission refused": "kvmem had fewer blocks than the planner thought",
+    "quarantined block waited for": "no block was free, but some were coming: nobody preempted",
+    "kv_capacity end": "a request outgrew the pool and was told so",
+    "prompt exceeds pool": "a prompt that can never fit was refused at the door",
+    "queue full": "one request too many was refused",
+    # Callers.
+    "aborted before arrival": "an abort came before kvmem had the record",
+    "aborted while waiting": "an abort came while the request waited for blocks",
+    "aborted in flight": "an abort came while a step with the request was at the worker",
+    "aborted a group": "an abort ended several candidates at once",
+    "caller vanished": "a caller disappeared without a word",
+    "same id again": "an id was used again after its first request was aborted or lost",
+    "same id while live": "a second request with a live id was refused",
+    # Sessions and fences.
+    "session held": "kvmem refused a session because another one is open",
+    "session resumed": "a scheduler went on with its session after the stream broke",
+    "batch replayed": "a batch was sent again and answered from memory",
+    "batch lost and sent again": "a batch was lost with its stream and applied at the second try",
+    "session taken over": "another scheduler opened the next session",
+    "lease expired": "a scheduler came too late to resume its session",
+    "stale epoch refused at kvmem": "kvmem refused a process of a former epoch",
+    "stale epoch refused at worker": "the worker refused a step of a former epoch",
+    "stale boot id refused at kvmem": "kvmem refused a fence of its own former life",
+    "stale boot id refused at worker": "the worker refused a step meant for its former life",
+    "stream replaced at worker": "a newer session's step ended an older session's stream",
+    # What was done to the processes and the network.
+    "scheduler restarted": "",
+    "kvmem restarted": "",
+    "worker restarted": "",
+    "scheduler paused": "",
+    "kvmem paused": "",
+    "worker paused": "",
+    "scheduler cut off from kvmem": "",
+    "scheduler cut off from worker": "",
+    "callers cut off": "",
+    "connection broken": "a connection broke with nobody dead",
+    "message lost with its stream": "",
+    "message delivered late": "it waited for a cut to heal",
+    "unary request lost": "",
+    "unary reply lost": "",
+    "unary call carried out twice": "",
+    "request lost with its scheduler": "a caller's stream broke under it",
+    "request ended with WORKER_LOST": "",
+    "request ended with KVMEM_LOST": "",
+}
+
+
+class Marks:
+    """How often each mark was reached."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(MARKS, 0)
+
+    def hit(self, mark: str, times: int = 1) -> None:
+        """Raises KeyError for a mark that is not in the table."""
+        self.counts[mark] += times

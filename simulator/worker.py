@@ -1,0 +1,304 @@
+"""A worker without a model, which checks every KV slot it touches.
+
+A slot holds the tag of what was computed into it: the whole prefix of tokens that ends there.
+Every row reads all slots of its sequence back through the table it was given, so a double
+allocation, a stale table or a missed copy is an error at the step where it happens. The next
+token is a hash of the prefix, the seed and the sample index, so that every stream must equal its
+solo run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core import ops
+from scheduler_svc.core.sequence import Request
+
+VOCAB = 50
+EOS = 0
+
+
+class Violation(AssertionError):
+    """Something that must never happen has. `check` names the checker that noticed."""
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"{check}: {message}")
+        self.check = check
+        self.message = message
+
+
+def expect(condition: object, check: str, message: str) -> None:
+    if not condition:
+        raise Violation(check, message)
+
+
+class PrefixTree:
+    """Token prefixes by number; 0 is the empty one. Equal numbers, equal tokens."""
+
+    def __init__(self) -> None:
+        self.parents = [0]
+        self.lengths = [0]
+        self._tokens = [-1]
+        self._digests = [b"\0" * 8]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def extend(self, prefix: int, token: int) -> int:
+        known = self._children.get((prefix, token))
+        if known is not None:
+            return known
+        new = self._children[prefix, token] = len(self.parents)
+        self.parents.append(prefix)
+        self.lengths.append(self.lengths[prefix] + 1)
+        self._tokens.append(token)
+        key = self._digests[prefix] + struct.pack("<i", token)
+        self._digests.append(hashlib.blake2b(key, digest_size=8).digest())
+        return new
+
+    def of(self, tokens: tuple[int, ...]) -> int:
+        prefix = 0
+        for token in tokens:
+            prefix = self.extend(prefix, token)
+        return prefix
+
+    def tokens(self, prefix: int) -> list[int]:
+        """The tokens of a prefix, for messages."""
+        reversed_tokens = []
+        while prefix:
+            reversed_tokens.append(self._tokens[prefix])
+            prefix = self.parents[prefix]
+        return reversed_tokens[::-1]
+
+    def next_token(self, prefix: int, seed: int, sample_index: int) -> int:
+        """Depends on everything a real draw depends on; about one in VOCAB is the eos."""
+        key = self._digests[prefix] + struct.pack("<QI", seed, sample_index)
+        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") % VOCAB
+
+
+def solo_run(request: Request, candidate: int, tree: PrefixTree | None = None) -> tuple[int, ...]:
+    """What a candidate of the request must be, whatever happens around it."""
+    tree = tree or PrefixTree()
+    params = request.params
+    sample_index = params.first_sample_index + candidate
+    prefix = tree.of(request.prompt_token_ids)
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        token = tree.next_token(prefix, params.seed, sample_index)
+        output.append(token)
+        if token == EOS and not params.ignore_eos:
+            break
+        prefix = tree.extend(prefix, token)
+    return tuple(output)
+
+
+@dataclass
+class KnownSequence:
+    """What the worker knows of a sequence: its mirror of the table, and how to draw."""
+
+    table: list[int]
+    table_version: int
+    seed: int
+    sample_index: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    sequence_id: int
+    known: KnownSequence
+    num_computed: int
+    tokens: tuple[int, ...]
+    num_samples: int
+
+
+@dataclass
+class TagWorker:
+    """KV slots by number hold the prefix (of `tree`) they were computed from."""
+
+    block_size: int
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    slots: dict[int, int] = field(default_factory=dict)
+    known: dict[int, KnownSequence] = field(default_factory=dict)
+    last_step_id: int = 0
+    num_copies: int = 0
+    max_tokens_in_step: int = 0
+
+    def forget(self) -> None:
+        """Another session begins: no table and no KV of the former one counts any more."""
+        self.known.clear()
+        self.slots.clear()
+
+    def execute(self, step: ops.Step) -> ops.StepResult:
+        """Raises Violation."""
+        expect(
+            step.step_id > self.last_step_id,
+            "worker step order",
+            f"step {step.step_id} after {self.last_step_id}",
+        )
+        self.last_step_id = step.step_id
+        self._copy(step)
+        self._update_tables(step)
+        rows = self._rows(step)
+        prefixes = self._write(rows)
+        self._read_back(rows, prefixes)
+        sampled = [
+            self.tree.next_token(prefix, row.known.seed, row.known.sample_index + j)
+            for row, prefix in zip(rows, prefixes, strict=True)
+            for j in range(row.num_samples)
+        ]
+        return ops.StepResult(
+            step.step_id, np.array(sampled, np.int32), np.zeros(len(sampled), np.float32)
+        )
+
+    # ---- tables ----
+
+    def _copy(self, step: ops.Step) -> None:
+        sources, destinations = step.copy_src.tolist(), step.copy_dst.tolist()
+        expect(
+            len(set(destinations)) == len(destinations) and not set(destinations) & set(sources),
+            "worker copies",
+            f"{sources} -> {destinations} cannot be made in any order",
+        )
+        for src, dst in zip(sources, destinations, strict=True):
+            self.num_copies += 1
+            for offset in range(self.block_size):
+                tag = self.slots.get(src * self.block_size + offset)
+                if tag is None:
+                    self.slots.pop(dst * self.block_size + offset, None)
+                else:
+                    self.slots[dst * self.block_size + offset] = tag
+
+    def _update_tables(self, step: ops.Step) -> None:
+        for sequence_id in step.dropped_sequence_ids.tolist():
+            expect(sequence_id in self.known, "worker mirror", f"{sequence_id} dropped, not known")
+            del self.known[sequence_id]
+        for start in step.starts:
+            self.known[start.sequence_id] = KnownSequence(
+                list(start.block_ids), start.table_version, start.params.seed, start.sample_index
+            )
+        deltas = step.deltas
+        copied = set(step.copy_dst.tolist())
+        changed: set[int] = set()
+        for sequence_id, index, block_id, version in zip(
+            deltas.sequence_ids.tolist(),
+            deltas.table_indices.tolist(),
+            deltas.block_ids.tolist(),
+            deltas.table_versions.tolist(),
+            strict=True,
+        ):
+            known = self.known.get(sequence_id)
+            if known is None:
+                raise Violation("worker mirror", f"a delta for {sequence_id}, which is not known")
+            # One op raises the version by one, however many entries it changes.
+            right = version == known.table_version + 1 or (
+                sequence_id in changed and version == known.table_version
+            )
+            expect(
+                right and index <= len(known.table),
+                "worker mirror",
+                f"sequence {sequence_id}: entry {index} at version {version}, after version"
+                f" {known.table_version} with {len(known.table)} entries",
+            )
+            changed.add(sequence_id)
+            known.table[index : index + 1] = [block_id]
+            known.table_version = version
+            if block_id not in copied:
+                self._forget_block(block_id)
+
+    def _forget_block(self, block_id: int) -> None:
+        """What was in a block that is given out anew must not be read by accident."""
+        for offset in range(self.block_size):
+            self.slots.pop(block_id * self.block_size + offset, None)
+
+    def _rows(self, step: ops.Step) -> list[_Row]:
+        rows, at = [], 0
+        for sequence_id, version, count, computed, num_samples in zip(
+            step.sequence_ids.tolist(),
+            step.table_versions.tolist(),
+            step.num_input_tokens.tolist(),
+            step.num_computed_tokens.tolist(),
+            step.num_samples.tolist(),
+            strict=True,
+        ):
+            known = self.known.get(sequence_id)
+            if known is None:
+                raise Violation("worker mirror", f"a row of {sequence_id}, which is not known")
+            expect(
+                known.table_version == version,
+                "worker table version",
+                f"sequence {sequence_id}: the step says {version}, the table is at"
+                f" {known.table_version}",
+            )
+            expect(
+                computed + count <= len(known.table) * self.block_size,
+                "worker slots",
+                f"sequence {sequence_id}: {computed + count} tokens in {len(known.table)} blocks",
+            )
+            tokens = tuple(step.input_token_ids[at : at + count].tolist())
+            at += count
+            rows.append(_Row(sequence_id, known, computed, tokens, num_samples))
+        self.max_tokens_in_step = max(self.max_tokens_in_step, at)
+        return rows
+
+    # ---- slots ----
+
+    def _slot(self, known: KnownSequence, position: int) -> int:
+        block = known.table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _write(self, rows: list[_Row]) -> list[int]:
+        """Write all rows; the prefix each of them ends with."""
+        for row in rows:
+            if not row.num_computed:
+                for block_id in row.known.table:
+                    self._forget_block(block_id)
+        written: set[int] = set()
+        prefixes = [0] * len(rows)
+        # A row may build on slots that a sibling's row writes in this very step, so prefixes
+        # are resolved in the order in which they become known.
+        for i in sorted(range(len(rows)), key=lambda i: rows[i].num_computed):
+            row = rows[i]
+            prefix = self._prefix_before(row)
+            for position, token in enumerate(row.tokens, start=row.num_computed):
+                prefix = self.tree.extend(prefix, token)
+                slot = self._slot(row.known, position)
+                expect(
+                    slot not in written,
+                    "worker slots",
+                    f"two rows write slot {slot}, one of them of sequence {row.sequence_id}",
+                )
+                written.add(slot)
+                self.slots[slot] = prefix
+            prefixes[i] = prefix
+        return prefixes
+
+    def _prefix_before(self, row: _Row) -> int:
+        if not row.num_computed:
+            return 0
+        position = row.num_computed - 1
+        prefix = self.slots.get(self._slot(row.known, position))
+        if prefix is None or self.tree.lengths[prefix] != row.num_computed:
+            self._wrong_kv(row, position, prefix)
+        assert prefix is not None
+        return prefix
+
+    def _read_back(self, rows: list[_Row], prefixes: list[int]) -> None:
+        """Read every slot of every row through its table, as a layer does after its writes."""
+        for row, end in zip(rows, prefixes, strict=True):
+            prefix = end
+            for position in range(self.tree.lengths[end] - 1, -1, -1):
+                tag = self.slots.get(self._slot(row.known, position))
+                if tag != prefix:
+                    self._wrong_kv(row, position, tag)
+                prefix = self.tree.parents[prefix]
+
+    def _wrong_kv(self, row: _Row, position: int, tag: int | None) -> None:
+        found = "nothing" if tag is None else f"the KV of {self.tree.tokens(tag)}"
+        block = row.known.table[position // self.block_size]
+        raise Violation(
+            "worker KV tags",
+            f"sequence {row.sequence_id} reads position {position} in block {block} and finds"
+            f" {found}",
+        )

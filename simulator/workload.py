@@ -1,0 +1,112 @@
+"""Who asks for what, and when they lose interest: drawn before the world starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from scheduler_svc.core.params import SamplingParams
+from simulator.clock import MS
+from simulator.knobs import Knobs
+from simulator.messages import Generate
+from simulator.worker import VOCAB
+
+
+@dataclass(frozen=True)
+class Script:
+    """One caller. `leaves`: how it gives up early, after so many messages or microseconds.
+
+    `comes_back`: after leaving, or after an error, it asks again under the same id (today
+    that is a new request), at most `max_attempts` times in all.
+    """
+
+    message: Generate
+    at_us: int
+    leaves: str = ""  # "cancel", "abort" (by the unary call) or "vanish"
+    leaves_after_messages: int | None = None
+    leaves_after_us: int | None = None
+    comes_back: bool = False
+    max_attempts: int = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    scripts: tuple[Script, ...]
+    # When requests come, and the end of the time in which they do.
+    busy_us: tuple[int, ...]
+    horizon_us: int
+
+    @staticmethod
+    def draw(draw: Random, knobs: Knobs) -> Workload:
+        # The first mostly when everybody is ready.
+        first_us = draw.choice([0, 150 * MS, 150 * MS])
+        more = draw.choice([0, 0, 1, 3])
+        bursts = [first_us + draw.randint(0, 200 * MS) for _ in range(more)]
+        bursts.append(first_us)
+        # And some when others may have been given up.
+        late = draw.choice([0, 0, 1, 2]) if knobs.num_schedulers == 1 else draw.choice([0, 2, 4])
+        bursts += [int(knobs.keepalive_us * draw.uniform(1.0, 2.5)) for _ in range(late)]
+        habits = Habits.draw(draw, knobs)
+        scripts = [
+            _draw_script(draw, knobs, f"r{i}", draw.choice(bursts), habits)
+            for i in range(draw.randint(8, 26))
+        ]
+        if draw.random() < 0.2:
+            twin = draw.choice(scripts)
+            scripts.append(replace(twin, at_us=twin.at_us + draw.randint(0, 5 * MS)))
+        return Workload(tuple(scripts), tuple(bursts), max(bursts) + 100 * MS)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What the callers of one seed have in common. `stems`: how their prompts may begin."""
+
+    stems: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    impatience: float
+    ns: tuple[int, ...]
+    spread_us: int
+
+    @staticmethod
+    def draw(draw: Random, knobs: Knobs) -> Habits:
+        # Several requests fit the pool, so that they get into each other's way as they grow.
+        capacity = knobs.num_blocks * knobs.block_size
+        longest = min(16, draw.choice([2, 4, 6, capacity // 8]))
+        return Habits(
+            tuple(_tokens(draw, longest) for _ in range(3)),
+            min(28, draw.choice([6, capacity // 4, capacity // 3, capacity // 2])),
+            draw.choice([0.0, 0.1, 0.5]),
+            draw.choice([(1, 1, 2), (1, 1, 1, 2, 3, 4), (2, 3)]),
+            draw.choice([0, 5 * MS, 60 * MS]),
+        )
+
+
+def _tokens(draw: Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randint(1, VOCAB - 1) for _ in range(count))
+
+
+def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: Habits) -> Script:
+    stem = draw.choice(habits.stems)
+    start = stem[: draw.randint(0, len(stem))] if draw.random() < 0.4 else ()
+    prompt = start + _tokens(draw, draw.randint(0 if start else 1, len(stem)))
+    if draw.random() < 0.02:  # it does not fit the pool, nor perhaps the model
+        prompt = _tokens(draw, knobs.num_blocks * knobs.block_size + 3)
+    room = max(1, knobs.max_model_len - len(prompt))
+    most_tokens = habits.max_tokens
+    params = SamplingParams(
+        seed=draw.randint(0, 3),
+        n=min(draw.choice(habits.ns), knobs.max_num_seqs),
+        max_tokens=min(draw.choice([draw.randint(1, most_tokens), most_tokens]), room),
+        ignore_eos=draw.random() < 0.7,
+    )
+    leaves = draw.choice(["cancel", "abort", "vanish"]) if draw.random() < habits.impatience else ""
+    by_messages = draw.random() < 0.5
+    return Script(
+        Generate(name, prompt, params),
+        burst_us + draw.randint(0, habits.spread_us),
+        leaves,
+        draw.randint(0, 5) if leaves and by_messages else None,
+        draw.randint(0, 30 * MS) if leaves and not by_messages else None,
+        comes_back=draw.random() < 0.6,
+        max_attempts=draw.randint(1, 4),
+    )
