@@ -100,6 +100,26 @@ def test_a_large_row_sorted_in_part_equals_one_sorted_whole():
     "sampling",
     [
         Sampling(1.0),
+        Sampling(1.0, top_p=0.999),
+        Sampling(1.0, min_p=1e-5),
+        Sampling(1.0, top_k=4000),
+    ],
+)
+def test_a_tail_far_below_the_head_is_drawn_as_often_as_its_mass(sampling):
+    """One id at e^9 times the weight of each of 5000 others, which have 38 % among them."""
+    logits = np.zeros(5001, np.float32)
+    logits[7] = 9.0
+    drawn = [draw(logits, sampling, position)[0] for position in range(400)]
+    expected = 1 - dict(naive_probabilities(logits.tolist(), sampling))[7]
+    share = sum(token_id != 7 for token_id in drawn) / 400
+    assert abs(share - expected) < 0.1  # four standard deviations
+    assert len(set(drawn)) > 100
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
         Sampling(0.5, top_k=4),
         Sampling(2.0, top_p=0.8),
         Sampling(1.0, min_p=0.2),
