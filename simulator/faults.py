@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -14,6 +15,35 @@ from simulator.process import Process, Surroundings
 # Processes are named by what they are; "scheduler" is any of them.
 KILLABLE = ("scheduler", "kvmem", "worker")
 CUTTABLE = (("scheduler", "kvmem"), ("scheduler", "worker"), ("callers", "scheduler"))
+# By theme: the probability of each kind of fault, and the kinds.
+KINDS: Mapping[str, tuple[float, tuple[tuple[str, tuple[str, ...]], ...]]] = {
+    "faults": (
+        0.25,
+        (
+            *(("kill", (who,)) for who in KILLABLE),
+            *(("pause", (who,)) for who in KILLABLE),
+            *(("cut", pair) for pair in CUTTABLE),
+            ("isolate", ("scheduler",)),
+        ),
+    ),
+    "contest": (
+        0.6,
+        (
+            ("kill", ("scheduler",)),
+            ("pause", ("scheduler",)),
+            ("cut", ("scheduler", "kvmem")),
+            ("isolate", ("scheduler",)),
+        ),
+    ),
+    "shaky": (
+        0.5,
+        (
+            ("pause", ("scheduler",)),
+            ("pause", ("kvmem",)),
+            ("cut", ("scheduler", "kvmem")),
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -50,37 +80,31 @@ class FaultPlan:
 
     @staticmethod
     def draw(draw: Random, knobs: Knobs, busy_us: tuple[int, ...], horizon_us: int) -> FaultPlan:
-        """A third of all seeds is calm. In the others each kind has a probability of its own.
+        """Each kind of fault has a probability of its own.
 
         `busy_us`: when requests come; most faults happen soon after.
         """
         delay_much = draw.choice([0.0, 0.0, 0.02, 0.1])
         call_twice = draw.choice([0.0, 0.3])
-        if draw.random() < 0.35:
-            return FaultPlan(
-                NetworkFaults(delay_much=delay_much, call_twice=call_twice), (), horizon_us
-            )
-        network = NetworkFaults(
+        network = NetworkFaults(delay_much=delay_much, call_twice=call_twice)
+        if knobs.theme == "pressure":
+            return FaultPlan(network, (), horizon_us)
+        network = replace(
+            network,
             break_connection=draw.choice([0.0, 0.0, 0.002, 0.01]),
-            delay_much=delay_much,
             lose_request=draw.choice([0.0, 0.2]),
             lose_reply=draw.choice([0.0, 0.2]),
-            call_twice=call_twice,
         )
+        if knobs.theme == "shaky":
+            network = replace(network, break_connection=draw.choice([0.01, 0.03]))
+        probability, kinds = KINDS[knobs.theme]
         faults: list[Fault] = []
-        for kind, targets in (
-            *(("kill", (who,)) for who in KILLABLE),
-            *(("pause", (who,)) for who in KILLABLE),
-            *(("cut", pair) for pair in CUTTABLE),
-            ("isolate", ("scheduler",)),
-        ):
-            # With another scheduler waiting there is more to see.
-            contested = knobs.num_schedulers > 1 and "scheduler" in targets
-            if draw.random() < (0.4 if contested else 0.25):
+        for kind, targets in kinds:
+            if draw.random() < probability:
                 at_us = draw.choice(busy_us) + draw.randint(0, 80 * MS)
                 for _ in range(draw.randint(1, 3)):
                     duration_us = _draw_duration_us(draw, kind, knobs.keepalive_us)
-                    after = _draw_moment(draw) if draw.random() < 0.5 else None
+                    after = _draw_moment(draw) if draw.random() < 0.6 else None
                     faults.append(Fault(kind, targets, at_us, duration_us, after))
                     soon_us = at_us + draw.randint(0, 120 * MS)
                     at_us = draw.choice([soon_us, draw.randint(0, horizon_us)])
@@ -104,7 +128,7 @@ def _draw_moment(draw: Random) -> tuple[str, int]:
     return draw.choice(
         [
             (draw.choice(["GetInfo", "OpenSession", "AttachPool"]), draw.randint(1, 3)),
-            ("ApplyBatch", draw.randint(1, 4)),
+            ("ApplyBatch", draw.choice([1, 2, 2, 3])),
             (draw.choice(["ApplyBatch", "Execute"]), draw.randint(1, 80)),
         ]
     )

@@ -34,7 +34,7 @@ from simulator.messages import (
 )
 from simulator.network import UNAVAILABLE, Call, End
 from simulator.process import Process, Surroundings
-from simulator.worker import expect
+from simulator.worker import Letters, expect
 
 # As in `scheduler_svc.loop` and `scheduler_svc.ports`.
 RECONNECT_FIRST_US = 50 * MS
@@ -44,16 +44,6 @@ BATCH_DEADLINE_US = 30 * SECOND
 STEP_DEADLINE_US = 300 * SECOND
 RESUME_PAUSE_US = 50 * MS
 RESUME_FOR_US = SECOND
-
-
-class Letters:
-    """Text streams: token 7 is the letter of code 7 + 64, at once."""
-
-    def push(self, token_id: int) -> str:
-        return chr(64 + token_id)
-
-    def flush(self) -> str:
-        return ""
 
 
 @dataclass(eq=False)

@@ -94,6 +94,16 @@ def solo_run(request: Request, candidate: int, tree: PrefixTree | None = None) -
     return tuple(output)
 
 
+class Letters:
+    """Text streams: token 7 is the letter of code 7 + 64, at once."""
+
+    def push(self, token_id: int) -> str:
+        return chr(64 + token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
 @dataclass
 class KnownSequence:
     """What the worker knows of a sequence: its mirror of the table, and how to draw."""

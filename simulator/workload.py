@@ -44,7 +44,7 @@ class Workload:
         bursts = [first_us + draw.randint(0, 200 * MS) for _ in range(more)]
         bursts.append(first_us)
         # And some when others may have been given up.
-        late = draw.choice([0, 0, 1, 2]) if knobs.num_schedulers == 1 else draw.choice([0, 2, 4])
+        late = 4 if knobs.theme == "contest" else draw.choice([0, 0, 1, 2])
         bursts += [int(knobs.keepalive_us * draw.uniform(1.0, 2.5)) for _ in range(late)]
         habits = Habits.draw(draw, knobs)
         scripts = [
@@ -71,12 +71,12 @@ class Habits:
     def draw(draw: Random, knobs: Knobs) -> Habits:
         # Several requests fit the pool, so that they get into each other's way as they grow.
         capacity = knobs.num_blocks * knobs.block_size
-        longest = min(16, draw.choice([2, 4, 6, capacity // 8]))
+        longest = min(16, draw.choice([3, 5, capacity // 8, capacity // 4]))
         return Habits(
             tuple(_tokens(draw, longest) for _ in range(3)),
             min(28, draw.choice([6, capacity // 4, capacity // 3, capacity // 2])),
             draw.choice([0.0, 0.1, 0.5]),
-            draw.choice([(1, 1, 2), (1, 1, 1, 2, 3, 4), (2, 3)]),
+            draw.choice([(1, 1, 2), (1, 1, 1, 2, 3, 4), (2, 3, 4)]),
             draw.choice([0, 5 * MS, 60 * MS]),
         )
 
@@ -92,10 +92,11 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     if draw.random() < 0.02:  # it does not fit the pool, nor perhaps the model
         prompt = _tokens(draw, knobs.num_blocks * knobs.block_size + 3)
     room = max(1, knobs.max_model_len - len(prompt))
-    most_tokens = habits.max_tokens
+    n = min(draw.choice(habits.ns), knobs.max_num_seqs)
+    most_tokens = habits.max_tokens if draw.random() < 0.3 else -(-habits.max_tokens // n)
     params = SamplingParams(
         seed=draw.randint(0, 3),
-        n=min(draw.choice(habits.ns), knobs.max_num_seqs),
+        n=n,
         max_tokens=min(draw.choice([draw.randint(1, most_tokens), most_tokens]), room),
         ignore_eos=draw.random() < 0.7,
     )

@@ -435,14 +435,25 @@ class Machine:
             self._plan = None
             self._execute(plan)
             return
+        if self._outbox.holds(ops.Free):
+            # An abort came meanwhile, and its blocks go back with the next batch: ask again
+            # before anybody has to go.
+            self._ask_again(plan, starved)
+            return
         victim = self._policy.victim(self._groups_in(GroupStatus.RUNNING))
         if victim.live and self._groups_in(GroupStatus.RUNNING) == [victim]:
             self._end_group(victim, FinishReason.KV_CAPACITY)
         else:
             self._preempt(victim)
-        self._plan = plan.without({id(victim)})
-        hungry = {id(group) for group in starved if group is not victim}
-        self._queue_reserve([pair for pair in self._plan.reserving() if id(pair[0]) in hungry])
+        self._ask_again(
+            plan.without({id(victim)}), [group for group in starved if group is not victim]
+        )
+
+    def _ask_again(self, plan: StepPlan, starved: list[SequenceGroup]) -> None:
+        """Reserve once more for the groups of the plan that got no blocks."""
+        self._plan = plan
+        hungry = {id(group) for group in starved}
+        self._queue_reserve([pair for pair in plan.reserving() if id(pair[0]) in hungry])
         self._send_batch(prepares_step=True)
 
     def _preempt(self, group: SequenceGroup) -> None:

@@ -1,19 +1,12 @@
-"""The scheduler's machine against the real memory core and a worker that checks every slot.
-
-The worker tags each slot it is told to write with the tokens before it, and checks the tag of
-every slot it reads through the tables it was given: a double allocation, a stale table or a
-missed copy-on-write is an error at the step where it happens. Its next token is a hash of the
-prefix, so every stream must equal its solo run.
-"""
+"""The scheduler's machine against the real memory core and the simulator's worker, which checks
+every slot it touches. Its next token is a hash of the prefix, so every stream must equal its solo
+run. Here a test says itself when a batch or a step completes."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from benchmarks.inprocess import apply_batch, levels_of
+from benchmarks.kvmem_adapter import apply_batch, levels_of
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.memory import KvMemory
@@ -21,147 +14,9 @@ from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import SamplingParams
 from scheduler_svc.core.sequence import Request
+from simulator.worker import EOS, Letters, TagWorker, solo_run
 
-VOCAB = 50
-EOS = 0
-
-
-def next_token(prefix: tuple[int, ...], seed: int, sample_index: int) -> int:
-    """Depends on everything a real draw depends on; about one in VOCAB is the eos."""
-    key = repr((prefix, seed, sample_index)).encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") % VOCAB
-
-
-def solo_run(request: Request, candidate: int) -> tuple[int, ...]:
-    """What a candidate of the request must be, whatever happens around it."""
-    params = request.params
-    output: list[int] = []
-    while len(output) < params.max_tokens:
-        prefix = (*request.prompt_token_ids, *output)
-        output.append(next_token(prefix, params.seed, params.first_sample_index + candidate))
-        if output[-1] == EOS:
-            break
-    return tuple(output)
-
-
-class Letters:
-    """Text streams: token 7 is the letter of code 7 + 64, at once."""
-
-    def push(self, token_id: int) -> str:
-        return chr(64 + token_id)
-
-    def flush(self) -> str:
-        return ""
-
-
-@dataclass
-class KnownSequence:
-    table: list[int]
-    table_version: int
-    seed: int
-    sample_index: int
-
-
-@dataclass
-class TagWorker:
-    """KV slots hold the token prefix they were computed from."""
-
-    block_size: int
-    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    known: dict[int, KnownSequence] = field(default_factory=dict)
-    last_step_id: int = 0
-    num_copies: int = 0
-    max_tokens_in_step: int = 0
-
-    def execute(self, step: ops.Step) -> ops.StepResult:
-        assert step.step_id > self.last_step_id
-        self.last_step_id = step.step_id
-        self._copy(step)
-        self._update_tables(step)
-        rows = self._write(step)
-        sampled = [
-            next_token(prefix, known.seed, known.sample_index + j)
-            for known, prefix, num_samples in rows
-            for j in range(num_samples)
-        ]
-        return ops.StepResult(
-            step.step_id, np.array(sampled, np.int32), np.zeros(len(sampled), np.float32)
-        )
-
-    def _copy(self, step: ops.Step) -> None:
-        assert len(set(step.copy_dst.tolist())) == len(step.copy_dst)
-        before = dict(self.slots)
-        for src, dst in zip(step.copy_src.tolist(), step.copy_dst.tolist(), strict=True):
-            self.num_copies += 1
-            for slot in range(self.block_size):
-                self.slots.pop(dst * self.block_size + slot, None)
-                if (tag := before.get(src * self.block_size + slot)) is not None:
-                    self.slots[dst * self.block_size + slot] = tag
-
-    def _update_tables(self, step: ops.Step) -> None:
-        for sequence_id in step.dropped_sequence_ids.tolist():
-            del self.known[sequence_id]
-        for start in step.starts:
-            self.known[start.sequence_id] = KnownSequence(
-                list(start.block_ids), start.table_version, start.params.seed, start.sample_index
-            )
-        for sequence_id, index, block_id, version in zip(
-            step.deltas.sequence_ids.tolist(),
-            step.deltas.table_indices.tolist(),
-            step.deltas.block_ids.tolist(),
-            step.deltas.table_versions.tolist(),
-            strict=True,
-        ):
-            known = self.known[sequence_id]
-            known.table[index : index + 1] = [block_id]
-            known.table_version = version
-
-    def _slot(self, known: KnownSequence, position: int) -> int:
-        block = known.table[position // self.block_size]
-        return block * self.block_size + position % self.block_size
-
-    def _write(self, step: ops.Step) -> list[tuple[KnownSequence, tuple[int, ...], int]]:
-        """Write all rows, then read them all back through their tables, as a layer does."""
-        rows, written, at = [], set(), 0
-        prefixes: dict[int, tuple[int, ...]] = {}
-        columns = zip(
-            step.sequence_ids.tolist(),
-            step.table_versions.tolist(),
-            step.num_input_tokens.tolist(),
-            step.num_computed_tokens.tolist(),
-            step.num_samples.tolist(),
-            strict=True,
-        )
-        pending = []
-        for sequence_id, version, count, computed, num_samples in columns:
-            known = self.known[sequence_id]
-            assert known.table_version == version, "table version"
-            tokens = tuple(step.input_token_ids[at : at + count].tolist())
-            at += count
-            pending.append((sequence_id, known, computed, tokens, num_samples))
-        self.max_tokens_in_step = max(self.max_tokens_in_step, at)
-        # A row may build on slots that a sibling's row writes in this very step, so prefixes
-        # are resolved in the order in which they become known.
-        for sequence_id, known, computed, tokens, _ in sorted(pending, key=lambda row: row[2]):
-            before: tuple[int, ...] = ()
-            if computed:
-                before = self.slots[self._slot(known, computed - 1)]
-                assert len(before) == computed, "KV of another position"
-            prefix = before
-            for offset, token in enumerate(tokens):
-                prefix = (*prefix, token)
-                slot = self._slot(known, computed + offset)
-                assert slot not in written, "two rows write one slot"
-                written.add(slot)
-                self.slots[slot] = prefix
-            prefixes[sequence_id] = prefix
-        for sequence_id, known, _, _, num_samples in pending:
-            prefix = prefixes[sequence_id]
-            for position in range(len(prefix)):
-                tag = self.slots[self._slot(known, position)]
-                assert tag == prefix[: position + 1], "KV of another sequence"
-            rows.append((known, prefix, num_samples))
-        return rows
+__all__ = ["EOS", "Caller", "World", "solo_run"]
 
 
 @dataclass
