@@ -92,17 +92,19 @@ def on_stage(model_folders):
                 host = ServiceHost("worker", address, [SERVICE_NAME])
                 worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, host.server)
                 await host.start()
-                async with grpc.aio.insecure_channel(address) as channel:
-                    stage = Stage(servicer, host, channel)
-                    runner = make_runner(load_tiny(model_folders["llama-gqa"]))
-                    runner.execute = stage.gated(runner.execute)
-                    servicer.set_runner(runner)
-                    try:
-                        await asyncio.wait_for(act(stage), DEADLINE_S)
-                    finally:
-                        stage.gate.set()
-                await host.server.stop(0)
-                thread.shutdown()
+                try:
+                    async with grpc.aio.insecure_channel(address) as channel:
+                        stage = Stage(servicer, host, channel)
+                        runner = make_runner(load_tiny(model_folders["llama-gqa"]))
+                        runner.execute = stage.gated(runner.execute)
+                        servicer.set_runner(runner)
+                        try:
+                            await asyncio.wait_for(act(stage), DEADLINE_S)
+                        finally:
+                            stage.gate.set()
+                finally:
+                    await host.server.stop(0)
+                    thread.shutdown()
 
         asyncio.run(main())
 
