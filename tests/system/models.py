@@ -1,0 +1,125 @@
+"""Models for the tests: a tiny random one that is fast, and references from transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+# Two candidates closer than this may be swapped by the rounding of another batch shape.
+NEAR_TIE = 1e-4
+
+# The head is padded beyond the tokenizer, as real ones are: ids from TINY_NUM_TOKENS on can be
+# read and must never be drawn.
+TINY_VOCAB_SIZE = 300
+TINY_NUM_TOKENS = 258
+TINY_MAX_MODEL_LEN = 512
+TINY_EOS = 257
+
+
+def save_tiny_llama(folder: Path) -> Path:
+    """A random two-layer Llama with byte-level tokens and no chat template.
+
+    Its weights are wide enough that two logits are seldom near one another.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(20)
+    config = LlamaConfig(
+        vocab_size=TINY_VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=TINY_MAX_MODEL_LEN,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=TINY_EOS,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|begin|>", "<|end|>"])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token="<|begin|>", eos_token="<|end|>"
+    )
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy output of transformers, and how far the runner-up was at each position."""
+
+    token_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+    def disagreement(self, token_ids: Sequence[int]) -> str | None:
+        """None when `token_ids` is this output, up to the first near tie that fell otherwise."""
+        assert len(token_ids) == len(self.token_ids)
+        at = self.first_difference(token_ids)
+        if at is None or self.margins[at] < NEAR_TIE:
+            return None
+        return (
+            f"token {at} is {token_ids[at]} and not {self.token_ids[at]}, whose logit is"
+            f" {self.margins[at]:.2g} above the next"
+        )
+
+    def first_difference(self, token_ids: Sequence[int]) -> int | None:
+        pairs = enumerate(zip(token_ids, self.token_ids, strict=True))
+        return next((at for at, (got, wanted) in pairs if got != wanted), None)
+
+
+class Transformers:
+    """A model folder under plain `transformers`: float32, alone, one prompt at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _model(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(2)
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder)
+
+    @lru_cache(maxsize=256)  # noqa: B019 (lives as long as the session)
+    def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> Reference:
+        """`generate` without an end-of-sequence token, among the ids that the tokenizer has."""
+        import torch
+
+        padding = range(len(self.tokenizer), self._model.config.vocab_size)
+
+        with torch.inference_mode():
+            output = self._model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                suppress_tokens=list(padding) or None,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        tops = [scores[0].topk(2).values for scores in output.scores]
+        return Reference(
+            tuple(output.sequences[0, len(prompt) :].tolist()),
+            tuple(float(top[0] - top[1]) for top in tops),
+        )

@@ -1,0 +1,222 @@
+"""The three services as real processes on unix sockets, and their ends guaranteed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo import Client
+from octavo.admin import KvMemoryInspector
+from octavo.admin_types import PoolStats
+from octavo.cli import child
+from octavo.service.server import CHANNEL_OPTIONS
+
+REPOSITORY = Path(__file__).parents[2]
+# What a hung service costs a test; nothing that works comes near it.
+PATIENCE_S = 60.0
+NAMES = ("kvmem", "worker", "scheduler")
+LOG_TAIL_BYTES = 3000
+
+# Every stack that has processes; the report of a failed test shows their logs.
+RUNNING: list[Stack] = []
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Poll until `condition()`; AssertionError naming `what` when it never comes true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.02)
+
+
+class Stack:
+    """kvmem, worker and scheduler with sockets and logs in a short folder of their own."""
+
+    def __init__(
+        self,
+        *,
+        model: Path | None = None,
+        num_blocks: int = 256,
+        worker: tuple[str, ...] = (),
+        kvmem: tuple[str, ...] = (),
+        scheduler: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """`model` None: the demo model. The three tuples are further command line options."""
+        self._folder = tempfile.TemporaryDirectory(prefix="oct-")
+        self.folder = Path(self._folder.name)
+        self.addresses = {name: f"unix:{self.folder}/{name}.sock" for name in NAMES}
+        self._arguments = {
+            "kvmem": ("kvmem_svc", *kvmem),
+            "worker": (
+                "model_worker",
+                f"--num-blocks={num_blocks}",
+                *((f"--model={model}",) if model else ()),
+                *worker,
+            ),
+            "scheduler": (
+                "scheduler_svc",
+                f"--kvmem={self.addresses['kvmem']}",
+                f"--worker={self.addresses['worker']}",
+                *scheduler,
+            ),
+        }
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "OCTAVO_"))}
+        if cache := os.environ.get("OCTAVO_CACHE"):
+            inherited["OCTAVO_CACHE"] = cache
+        self._environment = {**inherited, "HF_HUB_OFFLINE": "1", **(environment or {})}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._channels: list[grpc.Channel] = []
+
+    # ---- processes ----
+
+    def start(self, *names: str) -> None:
+        """Start these processes, by default all; does not wait for them."""
+        for name in names or NAMES:
+            assert name not in self.processes, f"{name} runs already"
+            module, *options = self._arguments[name]
+            command = [
+                *(sys.executable, "-I", "-S", child.__file__, str(os.getpid())),
+                *(sys.executable, "-m", module, f"--address={self.addresses[name]}", *options),
+            ]
+            with self.log_path(name).open("ab") as log:
+                self.processes[name] = subprocess.Popen(
+                    command, stdout=log, stderr=log, cwd=REPOSITORY, env=self._environment
+                )
+        if not any(stack is self for stack in RUNNING):
+            RUNNING.append(self)
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signal one process, wait for its end, and return its exit status."""
+        process = self.processes.pop(name)
+        process.send_signal(number)
+        try:
+            return process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+    def stop(self) -> None:
+        """End what runs, by pid, and remove the folder."""
+        for channel in self._channels:
+            channel.close()
+        for process in self.processes.values():
+            # SIGKILL ends a stopped process too.
+            process.kill()
+        for process in self.processes.values():
+            process.wait(PATIENCE_S)
+        self.processes.clear()
+        RUNNING[:] = [stack for stack in RUNNING if stack is not self]
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_until_serving()
+        except BaseException:
+            logs = self.logs()
+            self.stop()
+            print(logs, file=sys.stderr)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # ---- health ----
+
+    def is_serving(self, name: str = "scheduler") -> bool:
+        """What the process says of itself; False when nobody answers."""
+        with grpc.insecure_channel(self.addresses[name], CHANNEL_OPTIONS) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            try:
+                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            except grpc.RpcError:
+                return False
+        return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    def wait_until_serving(self) -> None:
+        """Until the scheduler serves; AssertionError as soon as a process has died."""
+
+        def is_serving_or_dead() -> bool:
+            for name, process in self.processes.items():
+                status = process.poll()
+                assert status is None, f"{name} ended with {status}:\n{self.logs()}"
+            return self.is_serving()
+
+        wait_until(is_serving_or_dead, "the scheduler serves", 2 * PATIENCE_S)
+
+    # ---- looking in ----
+
+    def log_path(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def logs(self) -> str:
+        """The end of every process's log."""
+        parts = []
+        for name in NAMES:
+            if self.log_path(name).is_file():
+                tail = self.log_path(name).read_bytes()[-LOG_TAIL_BYTES:]
+                status = "gone" if name not in self.processes else self.processes[name].poll()
+                parts.append(
+                    f"--- {name} (exit status {status}) ---\n{tail.decode(errors='replace')}"
+                )
+        return "\n".join(parts)
+
+    @property
+    def address(self) -> str:
+        """Of the public service."""
+        return self.addresses["scheduler"]
+
+    def channel(self) -> grpc.Channel:
+        """A raw channel to the scheduler, closed with the stack."""
+        channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+        self._channels.append(channel)
+        return channel
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def inspector(self) -> KvMemoryInspector:
+        return KvMemoryInspector(self.addresses["kvmem"])
+
+    def pool_stats(self) -> PoolStats:
+        with self.inspector() as inspector:
+            return inspector.pool_stats()
+
+    def wait_until_empty(self) -> PoolStats:
+        """Until nothing of any request is left in the memory service, and the books balance."""
+        wait_until(lambda: is_empty(self.pool_stats()), "the pool is empty")
+        stats = self.pool_stats()
+        assert is_empty(stats), stats
+        return stats
+
+
+def is_empty(stats: PoolStats) -> bool:
+    """No request, no sequence, and every block free."""
+    levels = stats.levels
+    assert stats.geometry is not None
+    accounted = (
+        levels.num_free_blocks
+        + levels.num_cached_blocks
+        + levels.num_in_use_blocks
+        + levels.num_quarantined_blocks
+        + levels.num_reserved_blocks
+    )
+    assert accounted == stats.geometry.num_blocks, stats
+    return (
+        stats.num_requests == stats.num_sequences == 0
+        and levels.num_in_use_blocks == levels.num_quarantined_blocks == 0
+        and levels.num_free_blocks == stats.geometry.num_blocks
+    )
