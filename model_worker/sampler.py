@@ -54,7 +54,7 @@ def sample(
         logits, samplings, positions.tolist(), num_samples.tolist(), strict=True
     ):
         row, normaliser = _normalised(given)
-        drawable = _drawable(row[:num_token_ids], sampling, position)
+        drawable = _drawable(row, num_token_ids, sampling, position)
         drawn = _draw(drawable, sampling, position, count)
         token_ids.extend(drawn)
         logprobs.extend(float(row[token_id]) - normaliser for token_id in drawn)
@@ -84,11 +84,12 @@ def _normalised(row: F32) -> tuple[F32, float]:
     return row, float(largest) + float(np.log(total))
 
 
-def _drawable(row: F32, sampling: Sampling, position: int) -> F32:
-    """The row with the ids that must not be drawn at this position at -inf."""
+def _drawable(row: F32, num_token_ids: int, sampling: Sampling, position: int) -> F32:
+    """The first `num_token_ids`, those that must not be drawn at this position at -inf."""
     if sampling.masked_token_ids and position < sampling.masked_before_position:
         row = row.copy()
         row[list(sampling.masked_token_ids)] = -np.inf
+    row = row[:num_token_ids]
     if row.max() == -np.inf:
         raise NonFiniteLogitsError("no token is left to draw: all are masked or have no chance")
     return row

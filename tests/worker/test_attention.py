@@ -1,4 +1,4 @@
-"""Every attention backend against attention written out naively, over NaN-poisoned pools (b46)."""
+"""The CPU's attention backends against attention written out naively, over NaN pools (b46)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.worker.naive_attention import Case
 MIXED = [(0, 5), (3, 1), (0, 16), (15, 1), (16, 1), (17, 1), (20, 13), (31, 2), (40, 1), (0, 1)]
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+# The CUDA backend works on another device's tensors and has tests of its own.
+@pytest.fixture(params=sorted(BACKENDS.keys() - {"cuda"}))
 def backend(request: pytest.FixtureRequest):
     return create_backend(request.param)
 

@@ -243,6 +243,9 @@ def test_b34_ids_beyond_the_tokenizer_are_never_drawn():
     logits = np.array([0.0, 1.0, 50.0, 60.0], np.float32)
     assert draw(logits, Sampling(0.0), limit=2) == [1]
     assert set(draw(logits, Sampling(1.0), count=100, limit=2)) == {0, 1}
+    # A request may mask such an id as well: its own stop id, say.
+    masked = Sampling(0.0, masked_token_ids=(1, 3), masked_before_position=9)
+    assert draw(logits, masked, limit=2) == [0]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3, 1.0, 1e3, 1e30, 1e300])
