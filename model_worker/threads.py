@@ -8,7 +8,7 @@ import os
 # after every parallel region, on cores that the other services need; here they spin just long
 # enough to bridge the gap to the next operation of the same forward. Measured with
 # SmolLM2-135M in float32 on two cores, 16 sequences at context 256: a forward takes 180 ms with
-# no spinning, 103 ms with this and 109 ms with OpenMP's own; in 100 ms without work they burn
+# no spinning, 103 ms with this and 112 ms with OpenMP's own; in 100 ms without work they burn
 # 0.1, 3 and 7 ms of CPU.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
