@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "vectors.h"
 
@@ -26,18 +27,25 @@ template <int M, typename Weight>
 inline void tile_rows(const float* x, int64_t x_stride, const Weight* w, int64_t depth,
                       const float* bias, float* y, int64_t y_stride, int64_t width) {
   vf acc[M][VECTORS];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) acc[m][v] = vf{};
   for (int64_t k = 0; k < depth; ++k, w += TILE) {
     vf weights[VECTORS];
+#pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) weights[v] = load(w + v * LANES);
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const vf xs = splat(x[m * x_stride + k]);
+#pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) acc[m][v] += xs * weights[v];
     }
   }
   alignas(64) float row[TILE];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) store(row + v * LANES, acc[m][v]);
     float* out = y + m * y_stride;
     if (bias)

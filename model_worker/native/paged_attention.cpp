@@ -54,10 +54,7 @@ inline vf exp_nonpositive(vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   vi power = (k + 127) << 23;
-  vf result;
-  vf scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  result = p * scale;
+  const vf result = p * reinterpret_cast<vf>(power);
   return x > too_small ? result : vf{};
 }
 
@@ -99,7 +96,9 @@ __attribute__((noinline)) void reduce_row(const Problem& p, const int32_t* table
   const int padded = (count + LANES - 1) / LANES * LANES;
 
   vf q[HEADS][VECTORS];
+#pragma GCC unroll 16
   for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) q[h][v] = load(query + h * p.query_head_stride + v * LANES) * p.scaling;
 
   for (int at = first; at < last;) {
@@ -114,16 +113,21 @@ __attribute__((noinline)) void reduce_row(const Problem& p, const int32_t* table
       for (int line = 0; line < DIM * int(sizeof(KV)); line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(next) + line);
       vf dot[HEADS];
+#pragma GCC unroll 16
       for (int h = 0; h < HEADS; ++h) dot[h] = vf{};
+#pragma GCC unroll 16
       for (int v = 0; v < VECTORS; ++v) {
         const vf kv = load(k + v * LANES);
+#pragma GCC unroll 16
         for (int h = 0; h < HEADS; ++h) dot[h] += q[h][v] * kv;
       }
+#pragma GCC unroll 16
       for (int h = 0; h < HEADS; ++h) scores[h][at - first + slot] = sum(dot[h]);
     }
     at += run;
   }
 
+#pragma GCC unroll 16
   for (int h = 0; h < HEADS; ++h) {
     for (int i = count; i < padded; ++i) scores[h][i] = -INFINITY;
     if (p.softcap > 0)
@@ -146,7 +150,9 @@ __attribute__((noinline)) void reduce_row(const Problem& p, const int32_t* table
   }
 
   vf acc[HEADS][VECTORS];
+#pragma GCC unroll 16
   for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) acc[h][v] = vf{};
   for (int at = first; at < last;) {
     const int offset = at % p.block_size;
@@ -157,14 +163,18 @@ __attribute__((noinline)) void reduce_row(const Problem& p, const int32_t* table
     for (int slot = 0; slot < run; ++slot, val += DIM, next += DIM) {
       for (int line = 0; line < DIM * int(sizeof(KV)); line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(next) + line);
+#pragma GCC unroll 16
       for (int v = 0; v < VECTORS; ++v) {
         const vf vv = load(val + v * LANES);
+#pragma GCC unroll 16
         for (int h = 0; h < HEADS; ++h) acc[h][v] += scores[h][at - first + slot] * vv;
       }
     }
     at += run;
   }
+#pragma GCC unroll 16
   for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) store(accumulators + h * DIM + v * LANES, acc[h][v]);
 }
 
