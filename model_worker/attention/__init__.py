@@ -99,6 +99,7 @@ class AttentionBackend(Protocol):
 BACKENDS = {
     "reference": ("model_worker.attention.reference", "ReferenceAttention"),
     "cpu": ("model_worker.attention.cpu", "CpuAttention"),
+    "cuda": ("model_worker.attention.cuda", "CudaAttention"),
 }
 
 
