@@ -12,7 +12,7 @@ TORCH_ARGS ?=
 EXTRAS     ?= cpu,dev
 PIP        := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test env lint types contracts drift unit model bench protos docs clean
+.PHONY: help demo test env lint types contracts drift unit model bench kernels-all protos docs clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ model: env ## Fetch and convert the demo model (once)
 bench: env model ## The quick benchmarks; each ends with one JSON line
 	$(BIN)/python -m benchmarks.kvmem --quick
 	$(BIN)/python -m benchmarks.serve --quick
+
+kernels-all: env ## Compile every variant of the CUDA kernels; refuses register spills
+	$(BIN)/python tools/cuda_kernels.py --all
 
 protos: env ## Regenerate octavo/v1 from proto/
 	$(BIN)/python tools/gen_protos.py

@@ -1,7 +1,7 @@
 """The KV memory service by hand: allocate, append, fork, write (and see the copy), free.
 
-    python -m kvmem_svc --address unix:/tmp/kvmem.sock &
-    python docs/examples/kvmem_by_hand.py unix:/tmp/kvmem.sock
+python -m kvmem_svc --address unix:/tmp/kvmem.sock &
+python docs/examples/kvmem_by_hand.py unix:/tmp/kvmem.sock
 """
 
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -61,8 +62,9 @@ def test_b39_floats_outside_their_range(name: str, value: float) -> None:
     ],
 )
 def test_b36_b39_bounds_are_allowed(name: str, low: float, high: float) -> None:
-    assert getattr(resolved(**{name: low}), name) == low
-    assert getattr(resolved(**{name: high}), name) == high
+    for value in (low, high):
+        given: dict[str, Any] = {name: value}
+        assert getattr(resolved(**given), name) == value
 
 
 @pytest.mark.parametrize(

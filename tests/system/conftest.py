@@ -45,6 +45,18 @@ def tiny(tiny_model: Path) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="session")
+def small(tiny_model: Path) -> Iterator[Stack]:
+    """The tiny model with a pool of 480 tokens, less than the model's 512."""
+    with Stack(
+        model=tiny_model,
+        num_blocks=30,
+        worker=("--threads=1",),
+        scheduler=("--max-num-seqs=16",),
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
 def demo_model() -> Path:
     from model_worker.demo_model import prepare
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo import FinishReason, SamplingParams
@@ -12,10 +14,10 @@ from tests.system.stack import Stack
 PROMPT = token_prompt(30, salt=5)
 
 
-def sampled(seed: int, **more: object) -> SamplingParams:
+def sampled(seed: int, **more: Any) -> SamplingParams:
     # Nearly uniform over 258 ids, so that a stop id comes soon.
-    fields = {"temperature": 100.0, "seed": seed, "max_tokens": 400, **more}
-    return SamplingParams(**fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"temperature": 100.0, "seed": seed, "max_tokens": 400, **more}
+    return SamplingParams(**fields)
 
 
 @pytest.mark.parametrize("n", [1, 3, 64])
@@ -128,7 +130,7 @@ def test_b34_no_id_beyond_the_tokenizer_is_drawn(tiny: Stack) -> None:
     ids=str,
 )
 def test_b36_the_narrowest_filters_are_greedy(
-    tiny: Stack, tiny_reference: Transformers, params: dict[str, float]
+    tiny: Stack, tiny_reference: Transformers, params: dict[str, Any]
 ) -> None:
     reference = tiny_reference.greedy(PROMPT, 64)
     with tiny.client() as client:
@@ -139,7 +141,7 @@ def test_b36_the_narrowest_filters_are_greedy(
 
 
 @pytest.mark.parametrize("params", [{"top_k": 0}, {"top_k": -1}, {"top_k": 300}, {"top_p": 1.0}])
-def test_b36_filters_that_filter_nothing(tiny: Stack, params: dict[str, float]) -> None:
+def test_b36_filters_that_filter_nothing(tiny: Stack, params: dict[str, Any]) -> None:
     with tiny.client() as client:
         plain = client.generate(PROMPT, sampled(9, max_tokens=50, ignore_eos=True))
         same = client.generate(PROMPT, sampled(9, max_tokens=50, ignore_eos=True, **params))

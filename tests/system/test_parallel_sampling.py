@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,15 @@ def fresh(tiny_model: Path) -> Iterator[Stack]:
         yield stack
 
 
-def sampling(**more: object) -> SamplingParams:
-    fields = {"temperature": 0.9, "seed": SEED, "max_tokens": 44, "ignore_eos": True, **more}
-    return SamplingParams(**fields)  # type: ignore[arg-type]
+def sampling(**more: Any) -> SamplingParams:
+    fields: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": SEED,
+        "max_tokens": 44,
+        "ignore_eos": True,
+        **more,
+    }
+    return SamplingParams(**fields)
 
 
 def tokens(answer: Generation) -> list[tuple[int, ...]]:
@@ -105,7 +112,7 @@ def test_the_prompts_full_blocks_are_held_once(fresh: Stack) -> None:
 
 def test_an_early_end_of_one_candidate_leaves_the_others_alone(fresh: Stack) -> None:
     """Stop ids end candidates at different moments; each is still its single run."""
-    params = {"stop_token_ids": tuple(range(0, 256, 8)), "max_tokens": 120}
+    params: dict[str, Any] = {"stop_token_ids": tuple(range(0, 256, 8)), "max_tokens": 120}
     with fresh.client() as client:
         together = client.generate(PROMPT, sampling(n=6, **params))
         alone = [
