@@ -37,6 +37,7 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
     loaded = load_model(
         resolve_model(options.model),
         dtype=DTYPES[options.dtype],
+        device=backend.device,
         max_model_len=options.max_model_len,
     )
     for spec in loaded.layer_specs:
@@ -52,7 +53,14 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
     )
-    kv = KvTensors(loaded.layer_specs, num_blocks, options.block_size, loaded.dtype, loaded.device)
+    kv = KvTensors(
+        loaded.layer_specs,
+        num_blocks,
+        options.block_size,
+        loaded.dtype,
+        loaded.device,
+        backend.block_copier,
+    )
     log.info(
         "model loaded",
         model=loaded.source.name,
@@ -80,6 +88,12 @@ def _num_blocks(options: WorkerOptions, loaded: LoadedModel) -> int:
         block_size=options.block_size,
         max_model_len=loaded.max_model_len,
         max_num_seqs=options.max_num_seqs,
-        available_bytes=psutil.virtual_memory().available,
+        available_bytes=_available_bytes(loaded.device),
         kv_memory_bytes=parse_bytes(options.kv_memory) if options.kv_memory else None,
     )
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from model_worker.attention import LayerKv, LayerSpec
+from model_worker.attention import BlockCopy, LayerKv, LayerSpec
 from model_worker.errors import PoolSizeError
 
 # Left to itself the pool takes this share of the memory that is free at start: the same machine
@@ -85,7 +85,9 @@ class KvTensors:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        block_copier: Callable[[Sequence[torch.Tensor]], BlockCopy] | None = None,
     ) -> None:
+        """block_copier: an attention backend's."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -109,6 +111,8 @@ class KvTensors:
             )
             for spec in specs
         ]
+        self._pools = [pool for layer in self.layers for pool in (layer.keys, layer.values)]
+        self._copy = block_copier(self._pools) if block_copier is not None else None
 
     def copy_blocks(
         self, src_block_ids: npt.NDArray[np.int32], dst_block_ids: npt.NDArray[np.int32]
@@ -121,8 +125,10 @@ class KvTensors:
         assert np.unique(dst_block_ids).size == dst_block_ids.size
         if not src_block_ids.size:
             return
+        if self._copy is not None and not np.intersect1d(src_block_ids, dst_block_ids).size:
+            self._copy(src_block_ids, dst_block_ids)
+            return
         src = torch.from_numpy(src_block_ids.astype(np.int64)).to(self.device)
         dst = torch.from_numpy(dst_block_ids.astype(np.int64)).to(self.device)
-        for layer in self.layers:
-            for pool in (layer.keys, layer.values):
-                pool.index_copy_(0, dst, pool.index_select(0, src))
+        for pool in self._pools:
+            pool.index_copy_(0, dst, pool.index_select(0, src))

@@ -8,6 +8,7 @@ and attends from the step's queries over each sequence's block table (Kwon et al
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,10 +71,23 @@ class LayerKv:
     values: torch.Tensor
 
 
+# Copies whole blocks within pools: source and destination block ids, int32[C] each. Destinations
+# are distinct and none of them is a source.
+BlockCopy = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], None]
+
+
 class AttentionBackend(Protocol):
-    """Computes paged attention. Created once; `plan` runs once a step, `forward` once a layer."""
+    """Computes paged attention. Created once; `plan` runs once a step, `forward` once a layer.
+
+    device: where weights and KV must be. block_copier: makes a copier for the pools it is given,
+    [num_blocks, ...] each; None where torch's own indexing does.
+    """
 
     name: str
+    device: torch.device
+
+    @property
+    def block_copier(self) -> Callable[[Sequence[torch.Tensor]], BlockCopy] | None: ...
 
     def check(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedModelError when a layer like `spec` would not be computed rightly."""

@@ -51,6 +51,8 @@ class CpuAttention:
     """The `cpu` backend: float32 and bfloat16 KV, grouped queries, sliding windows, softcap."""
 
     name = "cpu"
+    device = torch.device("cpu")
+    block_copier = None
 
     def __init__(self) -> None:
         """Builds the library on first use. Raises NativeBuildError."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from model_worker.attention import AttentionBatch, LayerKv, LayerSpec
+from model_worker.attention import AttentionBatch, BlockCopy, LayerKv, LayerSpec
+from model_worker.attention.cuda_copy import BlockCopier
 from model_worker.attention.cuda_kernels import (
     ELEMENTS,
     HEAD_DIMS,
@@ -20,6 +21,7 @@ from model_worker.attention.cuda_kernels import (
     AttentionKernels,
     Launcher,
     attention_kernels,
+    upload,
 )
 from model_worker.errors import UnsupportedModelError
 
@@ -100,6 +102,10 @@ class CudaAttention:
         kernels = attention_kernels(dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads)
         self.launcher.prepare(kernels.merge)
         self._num_resident[kernels] = self.launcher.prepare(kernels.attention)
+
+    def block_copier(self, pools: Sequence[torch.Tensor]) -> BlockCopy:
+        """Copies of all `pools` in one launch."""
+        return BlockCopier(self.launcher, pools, pools).copy
 
     def plan(self, batch: AttentionBatch, block_size: int, device: torch.device) -> Plan:
         del block_size
@@ -201,19 +207,6 @@ class CudaAttention:
                 num_tiles, num_rows * spec.num_kv_heads * kernels.parts, self._num_resident[kernels]
             )
         return tiles_per_split, -(-num_tiles // tiles_per_split)
-
-
-def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The columns on `device`, in one copy; those of the widest type first, so all are aligned."""
-    packed = np.concatenate([np.ascontiguousarray(c).reshape(-1).view(np.uint8) for c in columns])
-    moved = torch.from_numpy(packed).to(device)
-    parts, begin = [], 0
-    for column in columns:
-        part = moved[begin : begin + column.nbytes]
-        begin += column.nbytes
-        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
-        parts.append(part.view(dtype).view(column.shape))
-    return parts
 
 
 def _byte_strides(*tensors: torch.Tensor) -> list[np.int64]:

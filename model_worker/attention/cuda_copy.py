@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model_worker.attention.cuda import upload
 from model_worker.attention.cuda_kernels import (
     COPY_BLOCKS,
     COPY_ROUND_BYTES,
     COPY_ROUNDS,
     Launcher,
+    upload,
 )
 
 

@@ -123,3 +123,16 @@ def source_text(name: str) -> str:
             f"The CUDA kernels are not there ({error}): they come with a checkout of Octavo"
         ) from error
     return re.sub(r'^#include "(.+)"$', lambda match: source_text(match[1]), text, flags=re.M)
+
+
+def upload(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The columns on `device`, in one copy; those of the widest type first, so all are aligned."""
+    packed = np.concatenate([np.ascontiguousarray(c).reshape(-1).view(np.uint8) for c in columns])
+    moved = torch.from_numpy(packed).to(device)
+    parts, begin = [], 0
+    for column in columns:
+        part = moved[begin : begin + column.nbytes]
+        begin += column.nbytes
+        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+        parts.append(part.view(dtype).view(column.shape))
+    return parts

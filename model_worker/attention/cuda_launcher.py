@@ -53,8 +53,7 @@ class CupyLauncher:
     def launch(self, kernel: Kernel, grid: Grid, arguments: Sequence[Argument]) -> None:
         if 0 in grid:
             return
-        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-        with stream:
+        with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
             self._functions[kernel](
                 grid, (THREADS, 1, 1), tuple(arguments), shared_mem=kernel.shared_bytes
             )

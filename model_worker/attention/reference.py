@@ -89,6 +89,8 @@ class ReferenceAttention:
     """The reference backend: any head size, grouped queries, sliding windows, softcap."""
 
     name = "reference"
+    device = torch.device("cpu")
+    block_copier = None
 
     def check(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
         del block_size
