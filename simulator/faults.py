@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -11,39 +10,6 @@ from simulator.clock import MS, SECOND
 from simulator.knobs import Knobs
 from simulator.network import NO_FAULTS, NetworkFaults, Pair
 from simulator.process import Process, Surroundings
-
-# Processes are named by what they are; "scheduler" is any of them.
-KILLABLE = ("scheduler", "kvmem", "worker")
-CUTTABLE = (("scheduler", "kvmem"), ("scheduler", "worker"), ("callers", "scheduler"))
-# By theme: the probability of each kind of fault, and the kinds.
-KINDS: Mapping[str, tuple[float, tuple[tuple[str, tuple[str, ...]], ...]]] = {
-    "faults": (
-        0.25,
-        (
-            *(("kill", (who,)) for who in KILLABLE),
-            *(("pause", (who,)) for who in KILLABLE),
-            *(("cut", pair) for pair in CUTTABLE),
-            ("isolate", ("scheduler",)),
-        ),
-    ),
-    "contest": (
-        0.6,
-        (
-            ("kill", ("scheduler",)),
-            ("pause", ("scheduler",)),
-            ("cut", ("scheduler", "kvmem")),
-            ("isolate", ("scheduler",)),
-        ),
-    ),
-    "shaky": (
-        0.5,
-        (
-            ("pause", ("scheduler",)),
-            ("pause", ("kvmem",)),
-            ("cut", ("scheduler", "kvmem")),
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -87,51 +53,59 @@ class FaultPlan:
         delay_much = draw.choice([0.0, 0.0, 0.02, 0.1])
         call_twice = draw.choice([0.0, 0.3])
         network = NetworkFaults(delay_much=delay_much, call_twice=call_twice)
-        if knobs.theme == "pressure":
-            return FaultPlan(network, (), horizon_us)
-        network = replace(
-            network,
-            break_connection=draw.choice([0.0, 0.0, 0.002, 0.01]),
-            lose_request=draw.choice([0.0, 0.2]),
-            lose_reply=draw.choice([0.0, 0.2]),
-        )
-        if knobs.theme == "shaky":
-            network = replace(network, break_connection=draw.choice([0.01, 0.03]))
-        probability, kinds = KINDS[knobs.theme]
+        theme = knobs.theme
+        if theme.loses_messages:
+            network = replace(
+                network,
+                break_connection=draw.choice(theme.break_connection),
+                lose_request=draw.choice([0.0, 0.2]),
+                lose_reply=draw.choice([0.0, 0.2]),
+            )
         faults: list[Fault] = []
-        for kind, targets in kinds:
-            if draw.random() < probability:
+        if theme.recipe is not None:
+            recipe = theme.recipe
+            duration_us = recipe.draw_duration_us(draw, knobs.keepalive_us)
+            faults.append(Fault(recipe.kind, recipe.targets, 0, duration_us, recipe.after))
+            horizon_us = max(horizon_us, duration_us + 500 * MS)
+        for kind, targets in theme.faults:
+            if draw.random() < theme.fault_probability:
                 at_us = draw.choice(busy_us) + draw.randint(0, 80 * MS)
                 for _ in range(draw.randint(1, 3)):
-                    duration_us = _draw_duration_us(draw, kind, knobs.keepalive_us)
                     after = _draw_moment(draw) if draw.random() < 0.6 else None
+                    duration_us = _draw_duration_us(draw, knobs, kind, after)
                     faults.append(Fault(kind, targets, at_us, duration_us, after))
                     soon_us = at_us + draw.randint(0, 120 * MS)
                     at_us = draw.choice([soon_us, draw.randint(0, horizon_us)])
         return FaultPlan(network, tuple(faults), horizon_us)
 
 
-def _draw_duration_us(draw: Random, kind: str, keepalive_us: int) -> int:
-    short_us = draw.randint(1 * MS, 100 * MS)
-    # So long that some have given up, and others have not.
-    long_us = keepalive_us + draw.randint(0, keepalive_us)
-    match kind:
-        case "kill":  # some are back before their peers have noticed
-            return draw.choice([1 * MS, short_us, draw.randint(0, 3 * SECOND)])
-        case "isolate":
-            return long_us
-    return draw.choice([short_us, keepalive_us // 2, long_us, long_us])
+# What is said while a scheduler connects: at first by the one, then by the other.
+CONNECTING = ("GetInfo", "OpenSession", "AttachPool")
 
 
 def _draw_moment(draw: Random) -> tuple[str, int]:
     """While connecting, between an admission and its first step, or anywhere in between."""
     return draw.choice(
         [
-            (draw.choice(["GetInfo", "OpenSession", "AttachPool"]), draw.randint(1, 3)),
-            ("ApplyBatch", draw.choice([1, 2, 2, 3])),
+            (draw.choice(CONNECTING), draw.randint(1, 3)),
+            ("ApplyBatch", draw.randint(1, 4)),
             (draw.choice(["ApplyBatch", "Execute"]), draw.randint(1, 80)),
         ]
     )
+
+
+def _draw_duration_us(draw: Random, knobs: Knobs, kind: str, after: tuple[str, int] | None) -> int:
+    short_us = draw.randint(1 * MS, 100 * MS)
+    # So long that some have given up, and others have not.
+    long_us = knobs.keepalive_us + draw.randint(0, knobs.keepalive_us)
+    if kind == "kill":
+        if after is not None and after[0] in CONNECTING:
+            # Back before anybody looks.
+            return draw.choice([draw.randint(50, 500), draw.randint(50, 500), short_us])
+        return draw.choice([1 * MS, short_us, draw.randint(0, 3 * SECOND)])
+    if kind == "isolate":
+        return long_us
+    return draw.choice([short_us, knobs.keepalive_us // 2, long_us, long_us])
 
 
 @dataclass

@@ -6,21 +6,14 @@ from dataclasses import dataclass
 from random import Random
 
 from kvmem_svc.core.batch import PoolGeometry
-from simulator.clock import MS, SECOND
-
-# What a seed is mostly about; each reaches what the others rarely do.
-# pressure: nothing is lost, and the pool is too small for what is asked of it
-# faults:   everything may go wrong
-# contest:  two schedulers, and the one that serves is cut off or paused
-# shaky:    connections break, and sessions are resumed
-THEMES = (*["pressure"] * 3, *["faults"] * 3, *["contest"] * 2, "shaky")
+from simulator.themes import Theme, draw_theme
 
 
 @dataclass(frozen=True)
 class Knobs:
     """Sizes in tokens and blocks; `step_duration_us`: least and most."""
 
-    theme: str
+    theme: Theme
     block_size: int
     num_blocks: int
     # Pools of the worker's later lives may be larger or smaller by this many blocks.
@@ -39,27 +32,29 @@ class Knobs:
 
     @staticmethod
     def draw(draw: Random) -> Knobs:
-        theme = draw.choice(THEMES)
-        pressure = theme == "pressure"
-        block_size = draw.choice([1, 2, 3, 4] if pressure else [1, 2, 3, 4, 4, 6])
+        theme = draw_theme(draw)
+        tight = not theme.loses_messages
+        small = theme.crowded or theme.long_prompts
+        block_size = draw.choice([2, 3, 4, 4] if small else [1, 2, 3, 4, 4, 6])
         # Tight pools are where the bugs are; roomy ones are there for the rest.
-        tokens_in_pool = draw.choice([28, 36, 48, 64] if pressure else [28, 48, 64, 90, 300])
-        max_num_batched_tokens = draw.choice([draw.randint(6, 12), draw.randint(6, 40)])
-        num_schedulers = {"contest": 2, "faults": draw.choice([1, 1, 2])}.get(theme, 1)
+        tokens_in_pool = draw.choice(theme.tokens_in_pool)
+        max_num_batched_tokens = draw.choice([draw.randint(8, 12), draw.randint(8, 40)])
+        if theme.crowded:
+            max_num_batched_tokens = 8
         return Knobs(
             theme=theme,
             block_size=block_size,
             num_blocks=max(4, tokens_in_pool // block_size + draw.randint(-2, 2)),
             num_blocks_jitter=draw.choice([0, 0, 2]),
             max_model_len=draw.choice([40, 64, 128]),
-            watermark=draw.choice([0.0, 0.0, 0.01, 0.2]),
+            watermark=draw.choice(theme.watermarks),
             max_num_batched_tokens=max_num_batched_tokens,
-            worker_max_num_batched_tokens=draw.choice([max_num_batched_tokens, 64, 8]),
-            max_num_seqs=draw.choice([2, 4, 8, 8, 10]),
-            max_waiting=draw.choice([3, 12, 40, 40, 40]),
-            num_schedulers=num_schedulers,
-            resumes_sessions=theme == "shaky" or draw.random() < 0.3,
-            keepalive_us=draw.choice([500 * MS, 2 * SECOND, 15 * SECOND]),
+            worker_max_num_batched_tokens=draw.choice([max_num_batched_tokens, 64, 64, 8]),
+            max_num_seqs=draw.choice(theme.max_num_seqs),
+            max_waiting=draw.choice([12, 40, 40] if tight else [3, 12, 40]),
+            num_schedulers=draw.choice(theme.num_schedulers),
+            resumes_sessions=draw.random() < theme.resumes_probability,
+            keepalive_us=draw.choice(theme.keepalives_us),
             step_duration_us=draw.choice([(200, 2_000), (500, 8_000), (50, 300)]),
         )
 

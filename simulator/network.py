@@ -212,7 +212,7 @@ class Network:
     def close(self, end: End, reason: str) -> None:
         end.open = False
         to = end.peer
-        if end.is_client:
+        if end.is_client and self._draw.random() < 0.5:
             # A cancellation may overtake what was sent before it.
             self._cut_off(to)
         self.end_later(to, max(0, to.newest_arrival_us - self.clock.now_us), reason)

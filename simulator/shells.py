@@ -171,7 +171,7 @@ class WorkerShell(Process):
         self._queue = deque()
         self._busy = False
         self.note(f"starts as {self.boot_id}")
-        self.after(self.world.draw.choice([0, 20 * MS, 200 * MS]), self._get_ready)
+        self.after(self.world.draw.choice([0, 0, 20 * MS, 200 * MS]), self._get_ready)
 
     def _get_ready(self) -> None:
         self._ready = True
@@ -192,7 +192,9 @@ class WorkerShell(Process):
     # ---- the Execute stream ----
 
     def accept(self, service: str, end: End) -> None:
-        if service == "Execute":
+        if not self._ready:
+            end.close("NOT_READY")
+        elif service == "Execute":
             end.on_message = partial(self._on_step, end)
             end.on_end = lambda _: self._let_go(end)
 

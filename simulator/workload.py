@@ -44,8 +44,11 @@ class Workload:
         bursts = [first_us + draw.randint(0, 200 * MS) for _ in range(more)]
         bursts.append(first_us)
         # And some when others may have been given up.
-        late = 4 if knobs.theme == "contest" else draw.choice([0, 0, 1, 2])
-        bursts += [int(knobs.keepalive_us * draw.uniform(1.0, 2.5)) for _ in range(late)]
+        theme = knobs.theme
+        bursts += [
+            int(knobs.keepalive_us * draw.uniform(*theme.late_keepalives))
+            for _ in range(draw.choice(theme.num_late_bursts))
+        ]
         habits = Habits.draw(draw, knobs)
         scripts = [
             _draw_script(draw, knobs, f"r{i}", draw.choice(bursts), habits)
@@ -69,12 +72,19 @@ class Habits:
 
     @staticmethod
     def draw(draw: Random, knobs: Knobs) -> Habits:
+        if knobs.theme.crowded:
+            stems = tuple(_tokens(draw, 10) for _ in range(3))
+            spread_us = draw.choice([0, 5 * MS, 60 * MS])
+            return Habits(stems, 24, draw.choice([0.0, 0.1, 0.5]), (2, 3, 4), spread_us)
+        if knobs.theme.long_prompts:
+            stems = tuple(_tokens(draw, 14) for _ in range(3))
+            return Habits(stems, 6, draw.choice([0.0, 0.1]), (1, 2, 3, 4), 0)
         # Several requests fit the pool, so that they get into each other's way as they grow.
         capacity = knobs.num_blocks * knobs.block_size
         longest = min(16, draw.choice([3, 5, capacity // 8, capacity // 4]))
         return Habits(
             tuple(_tokens(draw, longest) for _ in range(3)),
-            min(28, draw.choice([6, capacity // 4, capacity // 3, capacity // 2])),
+            min(28, draw.choice([6, capacity // 5, capacity // 4, capacity // 3, capacity // 2])),
             draw.choice([0.0, 0.1, 0.5]),
             draw.choice([(1, 1, 2), (1, 1, 1, 2, 3, 4), (2, 3, 4)]),
             draw.choice([0, 5 * MS, 60 * MS]),
@@ -93,7 +103,9 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
         prompt = _tokens(draw, knobs.num_blocks * knobs.block_size + 3)
     room = max(1, knobs.max_model_len - len(prompt))
     n = min(draw.choice(habits.ns), knobs.max_num_seqs)
-    most_tokens = habits.max_tokens if draw.random() < 0.3 else -(-habits.max_tokens // n)
+    most_tokens = habits.max_tokens
+    if draw.random() < 0.7:
+        most_tokens = -(-most_tokens // n)
     params = SamplingParams(
         seed=draw.randint(0, 3),
         n=n,

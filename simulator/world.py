@@ -74,7 +74,7 @@ class World:
         self.callers = Callers(world, self.schedulers, calm=plan.calm)
         self._plan = plan
         self._workload = workload
-        self.history.note("world", f"seed {seed}: {knobs}")
+        self.history.note("world", f"seed {seed}, theme {knobs.theme.name}: {knobs}")
         self.history.note("world", f"{plan}")
 
     # ---- running ----

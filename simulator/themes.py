@@ -1,0 +1,160 @@
+"""What a seed is mostly about: each theme reaches what the others rarely do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from simulator.clock import SECOND
+
+LONG_US = 15 * SECOND
+SHORT_US = SECOND // 2
+
+# A kind of fault and whom it hits. "scheduler" is mostly the one that serves.
+Target = tuple[str, tuple[str, ...]]
+
+KILLS: tuple[Target, ...] = tuple(("kill", (who,)) for who in ("scheduler", "kvmem", "worker"))
+PAUSES: tuple[Target, ...] = tuple(("pause", (who,)) for who in ("scheduler", "kvmem", "worker"))
+CUTS: tuple[Target, ...] = (
+    ("cut", ("scheduler", "kvmem")),
+    ("cut", ("scheduler", "worker")),
+    ("cut", ("callers", "scheduler")),
+    ("isolate", ("scheduler",)),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A fault that always happens: right after the n-th message of a kind, for a number of
+    microseconds, or of keepalives, between the two ends of a range."""
+
+    kind: str
+    targets: tuple[str, ...]
+    after: tuple[str, int]
+    duration_us: tuple[int, int] = (0, 0)
+    duration_keepalives: tuple[float, float] = (0.0, 0.0)
+
+    def draw_duration_us(self, draw: Random, keepalive_us: int) -> int:
+        return draw.randint(*self.duration_us) + int(
+            keepalive_us * draw.uniform(*self.duration_keepalives)
+        )
+
+
+@dataclass(frozen=True)
+class Theme:
+    """`fault_probability`: of each of `faults`, to happen once or a few times.
+
+    A crowd is groups that fork into a pool full of others; late bursts are requests at these
+    times, in keepalives.
+    """
+
+    name: str
+    weight: int
+    num_schedulers: tuple[int, ...] = (1,)
+    keepalives_us: tuple[int, ...] = (SHORT_US, LONG_US)
+    resumes_probability: float = 0.3
+    fault_probability: float = 0.0
+    faults: tuple[Target, ...] = ()
+    recipe: Recipe | None = None
+    loses_messages: bool = True
+    break_connection: tuple[float, ...] = (0.0,)
+    tokens_in_pool: tuple[int, ...] = (28, 48, 64, 90, 300)
+    max_num_seqs: tuple[int, ...] = (2, 4, 8)
+    watermarks: tuple[float, ...] = (0.0, 0.0, 0.01, 0.2)
+    crowded: bool = False
+    long_prompts: bool = False
+    num_late_bursts: tuple[int, ...] = (0, 0, 1, 2)
+    late_keepalives: tuple[float, float] = (1.0, 2.2)
+
+
+THEMES = (
+    # Nothing is lost; the pool is too small for what is asked of it.
+    Theme(
+        "pressure", 4, loses_messages=False, tokens_in_pool=(28, 36, 48, 64), max_num_seqs=(8, 10)
+    ),
+    Theme(
+        "crowd",
+        4,
+        loses_messages=False,
+        tokens_in_pool=(36,),
+        max_num_seqs=(10,),
+        watermarks=(0.0,),
+        crowded=True,
+    ),
+    Theme(
+        "long prompts",
+        3,
+        loses_messages=False,
+        tokens_in_pool=(34, 36),
+        max_num_seqs=(8,),
+        long_prompts=True,
+    ),
+    # Anything may happen.
+    Theme(
+        "faults",
+        6,
+        num_schedulers=(1, 1, 2),
+        fault_probability=0.25,
+        faults=(*KILLS, *PAUSES, *CUTS),
+        break_connection=(0.0, 0.0, 0.002, 0.01),
+    ),
+    # Connections break, and sessions are resumed.
+    Theme(
+        "shaky",
+        3,
+        resumes_probability=1.0,
+        fault_probability=0.3,
+        faults=(*KILLS[1:2], *PAUSES[:2], *CUTS[:1]),
+        break_connection=(0.01, 0.03),
+    ),
+    # One is away for so long that the session is no longer to be resumed.
+    Theme(
+        "nap",
+        1,
+        keepalives_us=(LONG_US,),
+        resumes_probability=1.0,
+        loses_messages=False,
+        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 20), duration_keepalives=(1.75, 2.0)),
+    ),
+    # Two schedulers; the one that serves falls asleep with its first step in hand, ...
+    Theme(
+        "asleep",
+        2,
+        num_schedulers=(2,),
+        keepalives_us=(LONG_US,),
+        resumes_probability=0.0,
+        loses_messages=False,
+        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 2), duration_keepalives=(1.7, 2.0)),
+        num_late_bursts=(6,),
+        late_keepalives=(1.1, 1.7),
+    ),
+    # ... or reaches the worker and no longer the memory service.
+    Theme(
+        "half cut off",
+        2,
+        num_schedulers=(2,),
+        keepalives_us=(LONG_US,),
+        resumes_probability=0.7,
+        loses_messages=False,
+        recipe=Recipe(
+            "cut", ("scheduler", "kvmem"), ("Execute", 12), duration_keepalives=(1.5, 2.0)
+        ),
+        num_late_bursts=(6,),
+        late_keepalives=(1.0, 1.7),
+    ),
+    # The worker, or the memory service, is another one before anybody has looked.
+    Theme(
+        "quick restart of the worker",
+        1,
+        recipe=Recipe("kill", ("worker",), ("OpenSession", 1), duration_us=(50, 300)),
+    ),
+    Theme(
+        "quick restart of kvmem",
+        1,
+        recipe=Recipe("kill", ("kvmem",), ("OpenSession", 1), duration_us=(50, 300)),
+    ),
+)
+
+
+def draw_theme(draw: Random) -> Theme:
+    return draw.choices(THEMES, [theme.weight for theme in THEMES])[0]
