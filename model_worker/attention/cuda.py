@@ -75,6 +75,7 @@ class CudaAttention:
             launcher = CupyLauncher()
         self.launcher = launcher
         self.device = torch.device(launcher.device_type)
+        assert split_tokens is None or (split_tokens > 0 and split_tokens % 64 == 0), split_tokens
         self._split_tokens = split_tokens
         self._num_resident: dict[AttentionKernels, int] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from model_worker.attention.cuda_kernels import THREADS, Argument, Grid, Kernel, source_text
@@ -51,12 +52,12 @@ class CupyLauncher:
         return per_multiprocessor * properties.multi_processor_count
 
     def launch(self, kernel: Kernel, grid: Grid, arguments: Sequence[Argument]) -> None:
+        # An empty grid is an error to the driver.
         if 0 in grid:
             return
+        values = tuple(np.int64(a) if isinstance(a, int) else a for a in arguments)
         with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
-            self._functions[kernel](
-                grid, (THREADS, 1, 1), tuple(arguments), shared_mem=kernel.shared_bytes
-            )
+            self._functions[kernel](grid, (THREADS, 1, 1), values, shared_mem=kernel.shared_bytes)
 
     def _load(self, kernel: Kernel) -> Any:
         key = (kernel.source, kernel.options)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from model_worker.attention import LayerKv, LayerSpec, create_backend
 from model_worker.attention.cuda import CudaAttention
 from model_worker.attention.cuda_copy import BlockCopier
-from model_worker.attention.cuda_kernels import Launcher
+from model_worker.attention.cuda_kernels import ELEMENTS, HEAD_DIMS, Launcher
 from tests.attention.cases import Case, build, draw_tokens
 
 REFERENCE = create_backend("reference")
 GUARD_BYTES = 4096
 # Nobody has a block of this number: reading a table where it is padded shows.
 NO_BLOCK = 2**30
+
+
+# Every head size in every type, with the group sizes in turn.
+VARIANTS = [
+    (dtype, head_dim, group)
+    for (dtype, head_dim), group in zip(
+        itertools.product(ELEMENTS, HEAD_DIMS), itertools.cycle((1, 3, 4, 8, 9)), strict=False
+    )
+]
 
 
 class Guards(TorchFunctionMode):
@@ -77,6 +88,20 @@ def draw_case(
         for i, (context, rows) in enumerate(shapes)
     ]
     return build(spec, sequences, block_size, seed)
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Any variant, block size, window, softcap and batch, small enough for the CPU."""
+    dtype, head_dim, group = draw(st.sampled_from(VARIANTS))
+    block_size = draw(st.sampled_from([8, 16, 24, 32, 64, 128]))
+    borders = [k * block_size + d for k in (1, 3) for d in (-1, 0, 1)]
+    window = draw(st.sampled_from([None, None, 1, *borders]))
+    cap = draw(st.sampled_from([0.0, 0.0, 20.0]))
+    spec = spec_of(group, head_dim, draw(st.integers(1, 3)), window, cap)
+    contexts = draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    shapes = [(context, draw(st.integers(1, min(context, 9)))) for context in contexts]
+    return draw_case(spec, shapes, dtype, block_size)
 
 
 def check_attention(case: Case, backend: CudaAttention) -> torch.Tensor:
@@ -183,7 +208,7 @@ def check_copies(
     device = torch.device(launcher.device_type)
     generator = torch.Generator().manual_seed(1)
     before = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    guards, host = Guards(device), Guards(torch.device("cpu"))
+    guards = Guards(device)
     pools = [guards.place(pool) for pool in before]
     sources, destinations = np.array(pairs, np.int32).reshape(-1, 2).T
     BlockCopier(launcher, pools, pools).copy(sources, destinations)
@@ -192,7 +217,7 @@ def check_copies(
     _assert_pools(pools, before)
 
     others = [
-        torch.empty_like(p, pin_memory=True) if pinned else host.place(torch.zeros_like(p))
+        torch.empty_like(p, pin_memory=True) if pinned else guards.place(torch.zeros_like(p))
         for p in before
     ]
     everything = np.arange(shapes[0][0], dtype=np.int32)
@@ -203,7 +228,6 @@ def check_copies(
     BlockCopier(launcher, others, pools).copy(everything, everything)
     _assert_pools(pools, [pool.flip(0) for pool in before])
     guards.check()
-    host.check()
 
 
 def _assert_pools(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

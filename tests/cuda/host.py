@@ -70,7 +70,7 @@ class HostLauncher:
         self.seed, self.num_resident = seed, num_resident
         self._edit, self._flags = edit, (*FLAGS, *extra_flags)
         self._functions: dict[Kernel, Any] = {}
-        self.num_launches = 0
+        self.launched: list[str] = []
 
     def prepare(self, kernel: Kernel) -> int:
         if kernel not in self._functions:
@@ -82,7 +82,7 @@ class HostLauncher:
         return self.num_resident
 
     def launch(self, kernel: Kernel, grid: Grid, arguments: Sequence[Argument]) -> None:
-        self.num_launches += 1
+        self.launched.append(kernel.name)
         values = [np.int64(a) if isinstance(a, int) else a for a in arguments]
         held = [np.array([value]) for value in values]
         what = _Launch(
