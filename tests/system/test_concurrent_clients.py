@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ class Errand:
 
 
 def errand(draw: random.Random, name: str, leave: str | None) -> Errand:
-    max_tokens = draw.randint(1, 60)
+    max_tokens = draw.randint(10, 80)
     if draw.random() < 0.5:
         params = greedy(max_tokens)
     else:
@@ -51,37 +50,32 @@ def errand(draw: random.Random, name: str, leave: str | None) -> Errand:
 
 async def run(client: AsyncClient, todo: Errand) -> Generation | None:
     """The whole answer, or None when the caller left before its end."""
-    match todo.leave:
-        case "break":
-            async with client.stream(todo.prompt, todo.params, request_id=todo.name) as chunks:
-                count = 0
-                async for _ in chunks:
-                    count += 1
-                    if count > todo.num_chunks:
-                        return None
-                return chunks.generation()
-        case "cancel":
-            task = asyncio.create_task(
-                client.generate(todo.prompt, todo.params, request_id=todo.name)
-            )
-            await asyncio.sleep(todo.after_s)
-            task.cancel()
-            (result,) = await asyncio.gather(task, return_exceptions=True)
-            assert isinstance(result, Generation | asyncio.CancelledError), result
-            return result if isinstance(result, Generation) else None
-        case "abort":
-            task = asyncio.create_task(
-                client.generate(todo.prompt, todo.params, request_id=todo.name)
-            )
-            await asyncio.sleep(todo.after_s)
-            aborted = await client.abort(todo.name)
-            # False: it had ended. True: it may have been complete, and on its way.
-            if not aborted:
-                return await task
-            with contextlib.suppress(NotFoundError):
-                return await task
-            return None
-    return await client.generate(todo.prompt, todo.params, request_id=todo.name)
+    if todo.leave == "break":
+        return await run_and_break(client, todo)
+    task = asyncio.create_task(client.generate(todo.prompt, todo.params, request_id=todo.name))
+    if todo.leave is not None:
+        await asyncio.sleep(todo.after_s)
+    if todo.leave == "cancel":
+        task.cancel()
+    elif todo.leave == "abort":
+        await client.abort(todo.name)
+    # It may have been complete, and on its way, when its caller left.
+    left = {"cancel": asyncio.CancelledError, "abort": NotFoundError}.get(todo.leave or "", ())
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(result, Generation):
+        return result
+    assert isinstance(result, left), (todo, result)
+    return None
+
+
+async def run_and_break(client: AsyncClient, todo: Errand) -> Generation | None:
+    async with client.stream(todo.prompt, todo.params, request_id=todo.name) as chunks:
+        count = 0
+        async for _ in chunks:
+            count += 1
+            if count > todo.num_chunks:
+                return None
+        return chunks.generation()
 
 
 async def one_client(address: str, errands: list[Errand]) -> list[Generation | None]:
@@ -96,7 +90,7 @@ def check_complete(todo: Errand, answer: Generation) -> None:
         assert len(candidate.token_ids) == todo.params.max_tokens
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [29, 30])
 def test_survivors_are_their_solo_runs_and_nothing_is_left(
     small: Stack, tiny_reference: Transformers, seed: int
 ) -> None:
