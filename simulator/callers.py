@@ -70,7 +70,7 @@ class Caller:
             f" n {params.n}, max_tokens {params.max_tokens}"
         )
         stream.send(message)
-        if script.leaves and not self._num_heard():
+        if script.leaves and self._num_heard() < script.num_leaves:
             if script.leaves_after_messages == 0:
                 self._leave(attempt, scheduler)
             elif script.leaves_after_us is not None:
@@ -91,7 +91,9 @@ class Caller:
                 attempt.check.on_last()
                 self._finish(attempt, "complete")
                 return
-        if attempt.num_messages == self.script.leaves_after_messages and not self._num_heard():
+        script = self.script
+        enough = attempt.num_messages == script.leaves_after_messages
+        if enough and self._num_heard() < script.num_leaves:
             self._leave(attempt, None)
 
     def _leave(self, attempt: Attempt, scheduler: SchedulerShell | None) -> None:
@@ -144,10 +146,11 @@ class Caller:
         if end == "NOT_READY":
             callers.after(draw.randint(10 * MS, 500 * MS), self.begin)
             return
-        callers.num_requests += 1
+        callers.num_requests += attempt.check.accepted
         again = end in TRANSIENT or end in ("left", "UNKNOWN_REQUEST")
         if again and script.comes_back and self._num_heard() < script.max_attempts:
-            callers.after(draw.choice([0, 1 * MS, draw.randint(0, 500 * MS)]), self.begin)
+            most_us = script.returns_within_us
+            callers.after(draw.choice([0, min(MS, most_us), draw.randint(0, most_us)]), self.begin)
         else:
             self.done = True
 

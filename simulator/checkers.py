@@ -158,6 +158,36 @@ def check_blocks_are_held(
     )
 
 
+class CopyCheck:
+    """Over all batches that prepare one step, its copies may be made in any order, and nobody
+    is given a block which one of them reads or fills."""
+
+    def __init__(self) -> None:
+        self._step_id = 0
+        self._sources: set[int] = set()
+        self._destinations: set[int] = set()
+
+    def on_applied(self, batch: ops.Batch, result: ops.BatchResult) -> None:
+        if batch.step_id != self._step_id or batch.acknowledged_step >= batch.step_id:
+            self._step_id = batch.step_id
+            self._sources, self._destinations = set(), set()
+        given = set(result.deltas.block_ids.tolist())
+        for one in result.results:
+            if not one.child_sequence_ids:
+                given.update(block for table in one.tables for block in table.block_ids)
+        sources, destinations = result.copy_src.tolist(), result.copy_dst.tolist()
+        twice = given & (self._sources | self._destinations)
+        crossing = set(sources) & (self._destinations | set(destinations))
+        expect(
+            not twice and not crossing and len(set(destinations)) == len(destinations),
+            "copies of a step",
+            f"step {batch.step_id}: {sources} -> {destinations}, given {sorted(given)}, after"
+            f" copies from {sorted(self._sources)} to {sorted(self._destinations)}",
+        )
+        self._sources.update(sources)
+        self._destinations.update(destinations)
+
+
 class StreamCheck:
     """One caller's stream: in order, exactly once, and nothing but its solo run."""
 

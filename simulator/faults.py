@@ -50,7 +50,7 @@ class FaultPlan:
 
         `busy_us`: when requests come; most faults happen soon after.
         """
-        delay_much = draw.choice([0.0, 0.0, 0.02, 0.1])
+        delay_much = 0.3 if knobs.theme.churn else draw.choice([0.0, 0.0, 0.02, 0.1])
         call_twice = draw.choice([0.0, 0.3])
         network = NetworkFaults(delay_much=delay_much, call_twice=call_twice)
         theme = knobs.theme

@@ -33,7 +33,6 @@ class Knobs:
     @staticmethod
     def draw(draw: Random) -> Knobs:
         theme = draw_theme(draw)
-        tight = not theme.loses_messages
         small = theme.crowded or theme.long_prompts
         block_size = draw.choice([2, 3, 4, 4] if small else [1, 2, 3, 4, 4, 6])
         # Tight pools are where the bugs are; roomy ones are there for the rest.
@@ -51,7 +50,7 @@ class Knobs:
             max_num_batched_tokens=max_num_batched_tokens,
             worker_max_num_batched_tokens=draw.choice([max_num_batched_tokens, 64, 64, 8]),
             max_num_seqs=draw.choice(theme.max_num_seqs),
-            max_waiting=draw.choice([12, 40, 40] if tight else [3, 12, 40]),
+            max_waiting=draw.choice(theme.max_waiting),
             num_schedulers=draw.choice(theme.num_schedulers),
             resumes_sessions=draw.random() < theme.resumes_probability,
             keepalive_us=draw.choice(theme.keepalives_us),

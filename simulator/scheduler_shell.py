@@ -398,6 +398,9 @@ class SchedulerShell(Process):
             case events.Reject(request_id, reason):
                 mailbox = self.mailboxes.pop(request_id, None)
                 self.note(f"rejects {request_id}: {reason}")
+                # A lost peer ends also what its caller has just aborted.
+                told = mailbox is not None or connection.lost
+                expect(told, "refusals have a caller", f"{request_id}: {reason} was told to nobody")
                 if mailbox is not None:
                     mailbox.end.close(reason)
 
@@ -451,7 +454,7 @@ class SchedulerShell(Process):
         connection.num_copies_planned += len(result.copy_src)
         starved = self._starved(batch, result)
         self._handle(events.BatchApplied(result))
-        following = connection.batch
+        following = self._connection.batch
         preempting = following is not None and any(
             isinstance(op, ops.Preempt | ops.Free) for op in following.ops
         )

@@ -35,6 +35,7 @@ class KvmemShell(Process):
     memory: KvMemory
     # The stream that holds the session.
     _stream: End | None
+    _copies: checkers.CopyCheck
 
     def __init__(self, world: Surroundings) -> None:
         super().__init__("kvmem", world)
@@ -45,6 +46,7 @@ class KvmemShell(Process):
         max_sequences = self.world.knobs.max_waiting + 2 * self.world.knobs.max_num_seqs
         self.memory = KvMemory(f"kvmem-{self.life}", max_sequences=max_sequences)
         self._stream = None
+        self._copies = checkers.CopyCheck()
         self.note(f"starts as {self.memory.ledger.kvmem_boot_id}")
 
     @property
@@ -77,6 +79,7 @@ class KvmemShell(Process):
             )
             if self._stream is not None:
                 self._stream.close("UNKNOWN_SESSION")
+            self._expect_newest(message.resume)
             self.world.marks.hit("session resumed")
             self.note(f"resumes {session.session_id} for {message.holder}")
         else:
@@ -95,12 +98,14 @@ class KvmemShell(Process):
         memory, batch = self.memory, message.batch
         num_batches = memory.num_batches
         result = apply_batch(memory, batch, message.fence, self._now_ms)
+        self._expect_newest(message.fence, memory.ledger.worker_boot_id)
         checkers.check_memory(memory)
         if memory.num_batches == num_batches:
             self.world.marks.hit("batch replayed")
             self.note(f"batch {batch.batch_seq} again: the same result")
         else:
             self.world.checks.commits.on_applied(memory, batch, result)
+            self._copies.on_applied(batch, result)
             self.note(batch_in_words(batch))
             self.note("   " + result_in_words(batch, result))
         end.send(result)
@@ -124,6 +129,7 @@ class KvmemShell(Process):
         except KvMemoryError as error:
             self._count_refusal(error)
             raise Refused(error.reason, error.message) from error
+        self._expect_newest(request.fence)
         checkers.check_memory(memory)
         if is_new:
             self.note(
@@ -131,6 +137,14 @@ class KvmemShell(Process):
                 f" {request.geometry.num_blocks} blocks of {request.geometry.block_size}"
             )
         return PoolAttached(memory.ledger.fence(), levels_of(memory.levels()))
+
+    def _expect_newest(self, fence: kv.Fence, worker_boot_id: str | None = None) -> None:
+        """What was just carried out came from the newest session; checked without the fence."""
+        ledger = self.memory.ledger
+        right = fence.kvmem_boot_id == ledger.kvmem_boot_id and fence.epoch == ledger.epoch
+        if worker_boot_id is not None:
+            right = right and fence.worker_boot_id == worker_boot_id
+        expect(right, "fenced at kvmem", f"{fence} was obeyed in epoch {ledger.epoch}")
 
     def _count_refusal(self, error: KvMemoryError) -> None:
         self.note(f"refuses: {error.reason}: {error.message}")
@@ -155,6 +169,8 @@ class WorkerShell(Process):
     _holder: End | None
     _queue: deque[tuple[End, Execute]]
     _busy: bool
+    # The newest epoch let in, by boot id of the memory service.
+    _newest_epochs: dict[str, int]
 
     def __init__(self, world: Surroundings, kvmem: KvmemShell) -> None:
         super().__init__("worker", world)
@@ -170,6 +186,7 @@ class WorkerShell(Process):
         self._holder = None
         self._queue = deque()
         self._busy = False
+        self._newest_epochs = {}
         self.note(f"starts as {self.boot_id}")
         self.after(self.world.draw.choice([0, 0, 20 * MS, 200 * MS]), self._get_ready)
 
@@ -222,6 +239,7 @@ class WorkerShell(Process):
 
     def _take_hold(self, end: End, fence: Fence) -> None:
         is_newer = self.fencing.check(fence)
+        self._expect_newest(fence)
         if self._holder is not end:
             if self._holder is not None and not is_newer:
                 raise Refused("SESSION_HELD", f"epoch {fence.epoch} already has a stream open")
@@ -269,6 +287,16 @@ class WorkerShell(Process):
         self._busy = False
         end.send(result)
         self._work()
+
+    def _expect_newest(self, fence: Fence) -> None:
+        """No step that is let in is of an epoch before another's, nor for another worker."""
+        newest = self._newest_epochs.get(fence.kvmem_boot_id, 0)
+        expect(
+            fence.worker_boot_id == self.boot_id and fence.epoch >= newest,
+            "fenced at the worker",
+            f"{fence} was obeyed by {self.boot_id} after epoch {newest}",
+        )
+        self._newest_epochs[fence.kvmem_boot_id] = fence.epoch
 
 
 def _worker_fence(fence: kv.Fence) -> Fence:

@@ -63,6 +63,9 @@ class Theme:
     watermarks: tuple[float, ...] = (0.0, 0.0, 0.01, 0.2)
     crowded: bool = False
     long_prompts: bool = False
+    # Everybody leaves and comes back under the same id, again and again, while answers are slow.
+    churn: bool = False
+    max_waiting: tuple[int, ...] = (3, 12, 40)
     num_late_bursts: tuple[int, ...] = (0, 0, 1, 2)
     late_keepalives: tuple[float, float] = (1.0, 2.2)
 
@@ -70,7 +73,12 @@ class Theme:
 THEMES = (
     # Nothing is lost; the pool is too small for what is asked of it.
     Theme(
-        "pressure", 4, loses_messages=False, tokens_in_pool=(28, 36, 48, 64), max_num_seqs=(8, 10)
+        "pressure",
+        4,
+        loses_messages=False,
+        tokens_in_pool=(28, 36, 48, 64),
+        max_num_seqs=(8, 10),
+        max_waiting=(12, 40, 40),
     ),
     Theme(
         "crowd",
@@ -79,6 +87,7 @@ THEMES = (
         tokens_in_pool=(36,),
         max_num_seqs=(10,),
         watermarks=(0.0,),
+        max_waiting=(40,),
         crowded=True,
     ),
     Theme(
@@ -88,6 +97,15 @@ THEMES = (
         tokens_in_pool=(34, 36),
         max_num_seqs=(8,),
         long_prompts=True,
+    ),
+    Theme(
+        "churn",
+        2,
+        loses_messages=False,
+        tokens_in_pool=(48, 90),
+        max_num_seqs=(8,),
+        max_waiting=(3,),
+        churn=True,
     ),
     # Anything may happen.
     Theme(
@@ -110,7 +128,7 @@ THEMES = (
     # One is away for so long that the session is no longer to be resumed.
     Theme(
         "nap",
-        1,
+        2,
         keepalives_us=(LONG_US,),
         resumes_probability=1.0,
         loses_messages=False,
@@ -119,7 +137,7 @@ THEMES = (
     # Two schedulers; the one that serves falls asleep with its first step in hand, ...
     Theme(
         "asleep",
-        2,
+        3,
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         resumes_probability=0.0,
@@ -141,6 +159,16 @@ THEMES = (
         ),
         num_late_bursts=(6,),
         late_keepalives=(1.0, 1.7),
+    ),
+    # ... or dies, and the other is there.
+    Theme(
+        "succession",
+        2,
+        num_schedulers=(2,),
+        fault_probability=0.3,
+        faults=KILLS,
+        recipe=Recipe("kill", ("scheduler",), ("Execute", 10), duration_us=(10_000, 3 * SECOND)),
+        num_late_bursts=(0, 2),
     ),
     # The worker, or the memory service, is another one before anybody has looked.
     Theme(

@@ -14,10 +14,11 @@ from simulator.worker import VOCAB
 
 @dataclass(frozen=True)
 class Script:
-    """One caller. `leaves`: how it gives up early, after so many messages or microseconds.
+    """One caller. `leaves`: how it gives up early, after so many messages or microseconds, in
+    its first `num_leaves` attempts.
 
     `comes_back`: after leaving, or after an error, it asks again under the same id (today
-    that is a new request), at most `max_attempts` times in all.
+    that is a new request), at most `max_attempts` times in all, within `returns_within_us`.
     """
 
     message: Generate
@@ -25,8 +26,10 @@ class Script:
     leaves: str = ""  # "cancel", "abort" (by the unary call) or "vanish"
     leaves_after_messages: int | None = None
     leaves_after_us: int | None = None
+    num_leaves: int = 1
     comes_back: bool = False
     max_attempts: int = 1
+    returns_within_us: int = 500 * MS
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Workload:
         habits = Habits.draw(draw, knobs)
         scripts = [
             _draw_script(draw, knobs, f"r{i}", draw.choice(bursts), habits)
-            for i in range(draw.randint(8, 26))
+            for i in range(draw.randint(8, 26) + (10 if theme.churn else 0))
         ]
         if draw.random() < 0.2:
             twin = draw.choice(scripts)
@@ -99,6 +102,8 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     stem = draw.choice(habits.stems)
     start = stem[: draw.randint(0, len(stem))] if draw.random() < 0.4 else ()
     prompt = start + _tokens(draw, draw.randint(0 if start else 1, len(stem)))
+    if knobs.theme.churn:
+        return _draw_churning(draw, name, prompt, burst_us)
     if draw.random() < 0.02:  # it does not fit the pool, nor perhaps the model
         prompt = _tokens(draw, knobs.num_blocks * knobs.block_size + 3)
     room = max(1, knobs.max_model_len - len(prompt))
@@ -122,4 +127,20 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
         draw.randint(0, 30 * MS) if leaves and not by_messages else None,
         comes_back=draw.random() < 0.6,
         max_attempts=draw.randint(1, 4),
+    )
+
+
+def _draw_churning(draw: Random, name: str, prompt: tuple[int, ...], burst_us: int) -> Script:
+    params = SamplingParams(
+        seed=draw.randint(0, 3), n=draw.choice([1, 2]), max_tokens=draw.randint(1, 8)
+    )
+    return Script(
+        Generate(name, prompt, params),
+        burst_us + draw.randint(0, 20 * MS),
+        "cancel",
+        leaves_after_us=draw.choice([draw.randint(0, 3 * MS), draw.randint(3 * MS, 40 * MS)]),
+        num_leaves=draw.randint(3, 7),
+        comes_back=True,
+        max_attempts=8,
+        returns_within_us=1 * MS,
     )

@@ -1,0 +1,339 @@
+"""Proof that the simulator bites: known bugs are planted, one at a time, and each must be found.
+
+`python -m simulator.mutants` prints a table (mutant, seed that found it, by which check) and
+exits 1 when one survives. A mutant is a few substitutions in the source of a core; one
+that matches nothing, or more than one place, is an error. Each runs in a process of its own, where
+the changed source is compiled in place of the real one.
+
+Nothing here may import a core before the changed source is in place.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Annotated
+
+import typer
+
+MAX_SEEDS = 300
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the source of `module`, `old` becomes `new`; `old` must stand there exactly once."""
+
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug, in words, and the edits that make it."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Find:
+    """`seed` None: the mutant survived."""
+
+    name: str
+    seed: int | None
+    check: str = ""
+    violation: str = ""
+
+
+class MutationError(Exception):
+    """An edit does not fit the source."""
+
+
+POOL = "kvmem_svc.core.pool"
+SLOTS = "kvmem_svc.core.slots"
+SESSION = "kvmem_svc.core.session"
+MANAGER = "kvmem_svc.core.manager"
+MEMORY = "kvmem_svc.core.memory"
+MACHINE = "scheduler_svc.core.machine"
+PLANNER = "scheduler_svc.core.planner"
+MIRROR = "scheduler_svc.core.worker_mirror"
+FENCING = "model_worker.fencing"
+
+
+def _mutant(name: str, *edits: tuple[str, str, str]) -> Mutant:
+    return Mutant(name, tuple(Edit(*edit) for edit in edits))
+
+
+MUTANTS = (
+    # The memory service.
+    _mutant(
+        "a freed block skips the quarantine",
+        (POOL, "if newest_issued_step <= self._acknowledged_step:", "if True:"),
+    ),
+    _mutant(
+        "quarantine ends a step too early",
+        (POOL, "if step <= acknowledged_step]", "if step <= acknowledged_step + 1]"),
+    ),
+    _mutant(
+        "blocks of a copy under way are not held",
+        (
+            POOL,
+            "        if self._step_copies:\n            in_copy",
+            "        if False:\n            in_copy",
+        ),
+    ),
+    _mutant(
+        "fork without references",
+        (MANAGER, "self.pool.reference(blocks, op.num_children)", "self.pool.reference(blocks, 0)"),
+    ),
+    _mutant(
+        "no copy on write",
+        (
+            SLOTS,
+            "is_shared = pool.ref_counts[block_id] > 1",
+            "is_shared = pool.ref_counts[block_id] > 99",
+        ),
+    ),
+    _mutant(
+        "copy on write leaves out one writer",
+        (SLOTS, "rank < pool.ref_counts[grouped] - 1", "rank < pool.ref_counts[grouped] - 2"),
+    ),
+    _mutant(
+        "reserve forgets the table version",
+        (
+            SLOTS,
+            "= sequences.table_version[changed_rows] + 1",
+            "= sequences.table_version[changed_rows]",
+        ),
+    ),
+    _mutant(
+        "a batch sent again is applied again",
+        (
+            SESSION,
+            "if batch_seq == self.next_batch_seq:",
+            "if batch_seq >= self.next_batch_seq - 1:",
+        ),
+    ),
+    _mutant(
+        "kvmem checks no fence",
+        (
+            SESSION,
+            "        if fence.kvmem_boot_id != self.kvmem_boot_id:",
+            "        if self.session is not None:\n            return self.session\n"
+            "        if fence.kvmem_boot_id != self.kvmem_boot_id:",
+        ),
+    ),
+    _mutant(
+        "a takeover leaves the former epoch's blocks",
+        (MEMORY, "            self.manager.reclaim_all()\n", ""),
+    ),
+    # The worker.
+    _mutant(
+        "the worker checks no epoch",
+        (FENCING, "if fence.epoch < newest.epoch:", "if False:"),
+        (FENCING, "        return fence.epoch > newest.epoch", "        return fence != newest"),
+    ),
+    _mutant(
+        "the worker checks no boot id of its own",
+        (FENCING, "if fence.worker_boot_id != self.worker_boot_id:", "if False:"),
+    ),
+    # The scheduler.
+    _mutant(
+        "tokens are shown before kvmem has them",
+        (
+            MACHINE,
+            "self._outbox.add(outcome.commit, lambda _: self._emit_outcome(outcome))",
+            "self._outbox.add(outcome.commit)\n            self._emit_outcome(outcome)",
+        ),
+    ),
+    _mutant(
+        "a resumed candidate does not wait for its prefix",
+        (PLANNER, "return source.num_computed_tokens + in_step >=", "return True or in_step >="),
+    ),
+    _mutant(
+        "preemption splits a group",
+        (
+            MACHINE,
+            "ops.Preempt(tuple(s.sequence_id for s in group.live))",
+            "ops.Preempt(tuple(s.sequence_id for s in group.live[:1]))",
+        ),
+    ),
+    _mutant(
+        "an abort forgets a candidate",
+        (
+            MACHINE,
+            "                        for s in group.sequences\n",
+            "                        for s in group.sequences[:1]\n",
+        ),
+    ),
+    _mutant(
+        "no reserve after a fork",
+        (
+            MACHINE,
+            "            sequence.num_writable_slots = sequence.num_computed_tokens\n",
+            "            sequence.num_writable_slots = (\n"
+            "                len(sequence.block_table) * self._block_size\n            )\n",
+        ),
+    ),
+    _mutant(
+        "table deltas are sent twice",
+        (
+            MIRROR,
+            "self._deltas, self._copies, self._dropped = [], [], []\n        step",
+            "self._copies, self._dropped = [], []\n        step",
+        ),
+    ),
+    _mutant(
+        "copies of a preempted group are made",
+        (MIRROR, "if self._holds(c[0], c[2])]", "]"),
+    ),
+    _mutant(
+        "the worker is not told whom to forget",
+        (MIRROR, "self._dropped.append(sequence.sequence_id)", "pass"),
+    ),
+    _mutant(
+        "a lost peer is not told to callers whose last token was drawn",
+        (
+            MACHINE,
+            "        for request_id in self.groups:\n            self._reject",
+            "        for request_id, group in self.groups.items():\n"
+            "            if group.status is not GroupStatus.FINISHED:\n"
+            "              self._reject",
+        ),
+    ),
+    _mutant(
+        "step numbers begin again with each session",
+        (
+            MACHINE,
+            "self._last_step_id = self._acknowledged_step = event.last_step_id",
+            "self._last_step_id = self._acknowledged_step = 0",
+        ),
+    ),
+    _mutant(
+        "what is said to an aborted request reaches the next of its name",
+        (
+            MACHINE,
+            "        if waiting:\n            # It has",
+            "        if False:\n            # It has",
+        ),
+    ),
+    _mutant(
+        "one is ended for want of blocks that an abort gives back",
+        (MACHINE, "if self._outbox.holds(ops.Free):", "if False:"),
+    ),
+)
+
+
+# ---- planting ----
+
+
+def mutated(source: str, edits: Sequence[Edit]) -> str:
+    """The source with the edits made. Raises MutationError."""
+    for edit in edits:
+        count = source.count(edit.old)
+        if count != 1:
+            raise MutationError(f"{edit.old!r} stands {count} times in {edit.module}")
+        source = source.replace(edit.old, edit.new)
+    return source
+
+
+def edits_by_module(mutant: Mutant) -> dict[str, list[Edit]]:
+    modules: dict[str, list[Edit]] = {}
+    for edit in mutant.edits:
+        modules.setdefault(edit.module, []).append(edit)
+    return modules
+
+
+def source_path(module: str) -> Path:
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py")
+
+
+class _MutatingLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, module: str, edits: Sequence[Edit]) -> None:
+        super().__init__(module, str(source_path(module)))
+        self._edits = edits
+
+    def get_code(self, fullname: str) -> CodeType:
+        """As compiled from the changed source; no cached bytecode is read or written."""
+        del fullname
+        source = self.get_data(self.path).decode()
+        return self.source_to_code(mutated(source, self._edits).encode(), self.path)
+
+
+class _MutatingFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self._edits = edits_by_module(mutant)
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        edits = self._edits.get(fullname)
+        if edits is None:
+            return None
+        loader = _MutatingLoader(fullname, edits)
+        return importlib.util.spec_from_file_location(fullname, loader.path, loader=loader)
+
+
+def plant(mutant: Mutant) -> None:
+    """From here on the process imports the mutant in place of the real modules."""
+    for module in edits_by_module(mutant):
+        assert module not in sys.modules, f"{module} has been imported already"
+    sys.meta_path.insert(0, _MutatingFinder(mutant))
+
+
+# ---- hunting ----
+
+
+def hunt(mutant: Mutant, max_seeds: int) -> Find:
+    """Run seeds until a check fails. For a fresh process: it keeps the mutant for good."""
+    plant(mutant)
+    from simulator.world import simulate
+
+    for seed in range(max_seeds):
+        outcome = simulate(seed)
+        if outcome.violation:
+            return Find(mutant.name, seed, outcome.check, outcome.violation)
+    return Find(mutant.name, None)
+
+
+def hunt_all(mutants: Sequence[Mutant], max_seeds: int, num_processes: int) -> list[Find]:
+    """Each mutant in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, max_tasks_per_child=1) as executor:
+        return list(executor.map(partial(hunt, max_seeds=max_seeds), mutants))
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Those with this in their name")] = "",
+    max_seeds: Annotated[int, typer.Option(min=1)] = MAX_SEEDS,
+    processes: Annotated[int, typer.Option(min=1)] = 2,
+) -> None:
+    """Plant every bug and find it."""
+    mutants = [mutant for mutant in MUTANTS if only in mutant.name]
+    finds = hunt_all(mutants, max_seeds, processes)
+    width = max((len(find.name) for find in finds), default=0)
+    for find in finds:
+        seed = "SURVIVES" if find.seed is None else f"seed {find.seed}"
+        print(f"{find.name:<{width}}  {seed:>8}  {find.check}")
+    survivors = sum(find.seed is None for find in finds)
+    print(f"{len(finds) - survivors} of {len(finds)} mutants found, within {max_seeds} seeds each")
+    raise typer.Exit(1 if survivors or not finds else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
