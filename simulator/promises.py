@@ -39,19 +39,26 @@ class Promise:
     def knobs(self, knobs: Knobs) -> Knobs:
         return replace(knobs, num_schedulers=self.num_schedulers, num_blocks_jitter=0)
 
+    def workload(self, workload: Workload) -> Workload:
+        """Every caller stays, and none asks a second time: what is lost, is lost."""
+        scripts = tuple(replace(script, leaves="", comes_back=False) for script in workload.scripts)
+        return replace(workload, scripts=scripts)
+
     def plan(self, draw: Random, workload: Workload) -> FaultPlan:
-        """The fault, twice, soon after requests came."""
+        """The fault, twice, each right after a step was sent to the worker."""
         faults = tuple(
             Fault(
                 self.kind,
                 self.targets,
-                draw.choice(workload.busy_us) + draw.randint(20 * MS, 400 * MS),
-                self.duration_us,
+                at_us=0,
+                duration_us=self.duration_us,
+                after=("Execute", draw.randint(*steps)),
             )
-            for _ in range(2)
+            for steps in ((1, 20), (21, 60))
         )
-        last_us = max(fault.at_us for fault in faults) + self.duration_us + SECOND
-        return FaultPlan(faults=faults, stop_us=max(last_us, workload.horizon_us))
+        return FaultPlan(
+            faults=faults, stop_us=workload.horizon_us + 2 * self.duration_us + 2 * SECOND
+        )
 
     def check(self, callers: Sequence[Caller]) -> None:
         """Every request that was accepted and not given up has its whole right stream."""

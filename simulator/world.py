@@ -54,7 +54,7 @@ class World:
         if promise is None:
             plan = FaultPlan.draw(draw, knobs, workload.busy_us, workload.horizon_us)
         else:
-            knobs = promise.knobs(knobs)
+            knobs, workload = promise.knobs(knobs), promise.workload(workload)
             plan = promise.plan(draw, workload)
         self.seed = seed
         self.promise = promise
