@@ -35,7 +35,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A client that is cut off, or stopped, without a word is noticed as well.
+    # A client that is cut off, or stopped, without a word is noticed as well; but only once
+    # nothing can be sent to it, since gRPC takes what it sends for a sign of life.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.models import Transformers, save_tiny_llama
+from tests.system.models import TINY_WORKER, Transformers, save_tiny_llama
 from tests.system.stack import RUNNING, Stack
 
 
@@ -40,7 +40,7 @@ def tiny_reference(tiny_model: Path) -> Transformers:
 @pytest.fixture(scope="session")
 def tiny(tiny_model: Path) -> Iterator[Stack]:
     """The tiny model with room for everything a test throws at it."""
-    with Stack(model=tiny_model, num_blocks=1024, worker=("--threads=1",)) as stack:
+    with Stack(model=tiny_model, num_blocks=1024, worker=TINY_WORKER) as stack:
         yield stack
 
 
@@ -50,7 +50,7 @@ def small(tiny_model: Path) -> Iterator[Stack]:
     with Stack(
         model=tiny_model,
         num_blocks=30,
-        worker=("--threads=1",),
+        worker=TINY_WORKER,
         scheduler=("--max-num-seqs=16",),
     ) as stack:
         yield stack

@@ -15,8 +15,10 @@ NEAR_TIE = 1e-4
 # read and must never be drawn.
 TINY_VOCAB_SIZE = 300
 TINY_NUM_TOKENS = 258
-TINY_MAX_MODEL_LEN = 512
+TINY_MAX_MODEL_LEN = 512  # what most tests let it be served with
+TINY_MAX_POSITIONS = 32768
 TINY_EOS = 257
+TINY_WORKER = ("--threads=1", f"--max-model-len={TINY_MAX_MODEL_LEN}")
 
 
 def save_tiny_llama(folder: Path) -> Path:
@@ -36,7 +38,7 @@ def save_tiny_llama(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=TINY_MAX_MODEL_LEN,
+        max_position_embeddings=TINY_MAX_POSITIONS,
         initializer_range=0.3,
         bos_token_id=256,
         eos_token_id=TINY_EOS,

@@ -11,6 +11,7 @@ import pytest
 
 from octavo import AsyncClient, Client, Generation, SamplingParams
 from octavo.admin_types import SequenceStatus, SequenceView
+from tests.system.models import TINY_WORKER
 from tests.system.requests import token_prompt
 from tests.system.stack import Stack, wait_until
 
@@ -24,7 +25,7 @@ NUM_FULL = len(PROMPT) // BLOCK_SIZE
 @pytest.fixture(scope="module")
 def fresh(tiny_model: Path) -> Iterator[Stack]:
     """A pool whose peak is this module's own."""
-    with Stack(model=tiny_model, num_blocks=128, worker=("--threads=1",)) as stack:
+    with Stack(model=tiny_model, num_blocks=128, worker=TINY_WORKER) as stack:
         yield stack
 
 
