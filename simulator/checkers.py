@@ -158,6 +158,17 @@ def check_blocks_are_held(
     )
 
 
+def check_victims(batch: ops.Batch) -> None:
+    """Nobody gives way for want of blocks in the very batch in which an abort gives some back."""
+    kinds = [(type(op), getattr(op, "finish_reason", None)) for op in batch.ops]
+    victims = (ops.Preempt, None) in kinds or (ops.Free, FinishReason.KV_CAPACITY) in kinds
+    expect(
+        not (victims and (ops.Free, FinishReason.ABORT) in kinds),
+        "aborts come before victims",
+        f"batch {batch.batch_seq} preempts or ends one, and frees what another had",
+    )
+
+
 class CopyCheck:
     """Over all batches that prepare one step, its copies may be made in any order, and nobody
     is given a block which one of them reads or fills."""

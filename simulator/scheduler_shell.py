@@ -9,17 +9,18 @@ again, which the memory service can do and the real shell does not ask for yet.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvmem_svc.core import batch as kv
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import InvalidRequestError, ModelLimits, resolve
-from scheduler_svc.core.sequence import GroupStatus, Request
+from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import FinishReason
+from simulator.checkers import check_victims
 from simulator.clock import MS, SECOND
+from simulator.connection import Connection, Mailbox
 from simulator.messages import (
     Accepted,
     ApplyBatch,
@@ -34,6 +35,7 @@ from simulator.messages import (
 )
 from simulator.network import UNAVAILABLE, Call, End
 from simulator.process import Process, Surroundings
+from simulator.scheduler_marks import count_abort, count_batch, count_step
 from simulator.worker import Letters, expect
 
 # As in `scheduler_svc.loop` and `scheduler_svc.ports`.
@@ -44,34 +46,6 @@ BATCH_DEADLINE_US = 30 * SECOND
 STEP_DEADLINE_US = 300 * SECOND
 RESUME_PAUSE_US = 50 * MS
 RESUME_FOR_US = SECOND
-
-
-@dataclass(eq=False)
-class Mailbox:
-    """One request's way to its caller, and what went that way."""
-
-    end: End
-    request: Request
-    emitted: dict[int, list[int]] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Connection:
-    """From `_connect` to the loss of a peer. What belongs to a former one is dropped."""
-
-    started_us: int
-    worker: WorkerInfo | None = None
-    session: End | None = None
-    execute: End | None = None
-    watches: list[End] = field(default_factory=list)
-    fence: kv.Fence | None = None
-    serving: bool = False
-    lost: str = ""
-    batch: ops.Batch | None = None
-    step: ops.Step | None = None
-    num_copies_planned: int = 0
-    last_result_batch_seq: int = 0
-    resuming_since_us: int | None = None
 
 
 class SchedulerShell(Process):
@@ -158,7 +132,10 @@ class SchedulerShell(Process):
         if mailbox is None:
             return False
         mailbox.end.close("UNKNOWN_REQUEST")
-        self._count_abort(request_id)
+        assert self.machine is not None
+        group = self.machine.groups.get(request_id)
+        if group is not None:
+            count_abort(self.world.marks, group, self._connection.step)
         self.note(f"aborts {request_id}")
         self._handle(events.AbortRequested(request_id))
         return True
@@ -172,22 +149,6 @@ class SchedulerShell(Process):
         del self.mailboxes[request_id]
         mailbox.end.close("OK")
         self._handle(events.Delivered(request_id))
-
-    def _count_abort(self, request_id: str) -> None:
-        assert self.machine is not None
-        group = self.machine.groups.get(request_id)
-        if group is None:
-            return
-        if group.status is GroupStatus.ARRIVING:
-            self.world.marks.hit("aborted before arrival")
-        elif group.status is GroupStatus.WAITING:
-            self.world.marks.hit("aborted while waiting")
-        step = self._connection.step
-        in_step = set(step.sequence_ids.tolist()) if step is not None else set()
-        if any(sequence.sequence_id in in_step for sequence in group.live):
-            self.world.marks.hit("aborted in flight")
-        if len(group.live) > 1:
-            self.world.marks.hit("aborted a group")
 
     # ---- the life of the engine: Engine.run, _connect, KvMemoryPort.open, _disconnect ----
 
@@ -381,6 +342,7 @@ class SchedulerShell(Process):
         match command:
             case events.ApplyBatch(batch):
                 expect(connection.batch is None, "one batch in flight", f"{batch.batch_seq}")
+                check_victims(batch)
                 connection.batch = batch
                 if connection.resuming_since_us is None:
                     self._send_batch(batch)
@@ -452,7 +414,7 @@ class SchedulerShell(Process):
         assert batch is not None
         connection.last_result_batch_seq = result.batch_seq
         connection.num_copies_planned += len(result.copy_src)
-        starved = self._starved(batch, result)
+        starved = count_batch(self.world.marks, batch, result)
         self._handle(events.BatchApplied(result))
         following = self._connection.batch
         preempting = following is not None and any(
@@ -460,24 +422,6 @@ class SchedulerShell(Process):
         )
         if starved and result.levels.num_quarantined_blocks and not preempting:
             self.world.marks.hit("quarantined block waited for")
-
-    def _starved(self, batch: ops.Batch, result: ops.BatchResult) -> bool:
-        """Counts what the batch's result shows; whether a reserve got no blocks."""
-        starved = False
-        for op, one in zip(batch.ops, result.results, strict=True):
-            ok = one.status is ops.OpStatus.OK
-            match op:
-                case ops.Preempt():
-                    self.world.marks.hit("preempted", ok)
-                case ops.Fork():
-                    self.world.marks.hit("forked", ok)
-                case ops.Admit(members):
-                    self.world.marks.hit("admission refused", not ok)
-                    if ok and members[-1].num_shared_blocks:
-                        self.world.marks.hit("group resumed with shared prefix")
-                case ops.Reserve():
-                    starved = not ok
-        return starved
 
     def _execute(self, step: ops.Step) -> None:
         connection = self._connection
@@ -490,7 +434,11 @@ class SchedulerShell(Process):
             self._lose("WORKER_LOST")
             return
         assert connection.fence is not None
-        self._count_step(step)
+        assert self.machine is not None
+        count_step(self.world.marks, step, self.machine.groups.values())
+        if len(step.copy_src) < connection.num_copies_planned:
+            self.world.marks.hit("copy of a preempted group dropped")
+        connection.num_copies_planned = 0
         connection.execute.send(Execute(connection.fence, step))
         self.after(STEP_DEADLINE_US, self._of(connection, partial(self._on_step_deadline, step)))
 
@@ -502,26 +450,6 @@ class SchedulerShell(Process):
         connection = self._connection
         connection.step = None
         self._handle(events.StepExecuted(result))
-
-    def _count_step(self, step: ops.Step) -> None:
-        connection = self._connection
-        if len(step.copy_src) < connection.num_copies_planned:
-            self.world.marks.hit("copy of a preempted group dropped")
-        connection.num_copies_planned = 0
-        if not step.num_samples.all():
-            self.world.marks.hit("chunked prefill")
-        assert self.machine is not None
-        in_step = set(step.sequence_ids.tolist())
-        for group in self.machine.groups.values():
-            for sequence in group.live:
-                source = sequence.prefix_source
-                if (
-                    source is not None
-                    and sequence.sequence_id not in in_step
-                    and source.sequence_id in in_step
-                    and source.num_computed_tokens < sequence.prefix_source_tokens
-                ):
-                    self.world.marks.hit("waited for a shared prefix")
 
 
 def _within_limits(config: SchedulerConfig, worker: WorkerInfo) -> SchedulerConfig:

@@ -173,7 +173,7 @@ THEMES = (
     # The worker, or the memory service, is another one before anybody has looked.
     Theme(
         "quick restart of the worker",
-        1,
+        2,
         recipe=Recipe("kill", ("worker",), ("OpenSession", 1), duration_us=(50, 300)),
     ),
     Theme(

@@ -150,6 +150,7 @@ class TagWorker:
         self.last_step_id = step.step_id
         self._copy(step)
         self._update_tables(step)
+        self._check_destinations(step)
         rows = self._rows(step)
         prefixes = self._write(rows)
         self._read_back(rows, prefixes)
@@ -216,6 +217,13 @@ class TagWorker:
             known.table_version = version
             if block_id not in copied:
                 self._forget_block(block_id)
+
+    def _check_destinations(self, step: ops.Step) -> None:
+        """A copy for nobody fills a block that may be given to somebody."""
+        wanted = set(step.copy_dst.tolist())
+        for known in self.known.values() if wanted else ():
+            wanted.difference_update(known.table)
+        expect(not wanted, "worker copies", f"copies into {sorted(wanted)}, which no table holds")
 
     def _forget_block(self, block_id: int) -> None:
         """What was in a block that is given out anew must not be read by accident."""

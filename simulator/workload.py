@@ -78,7 +78,7 @@ class Habits:
         if knobs.theme.crowded:
             stems = tuple(_tokens(draw, 10) for _ in range(3))
             spread_us = draw.choice([0, 5 * MS, 60 * MS])
-            return Habits(stems, 24, draw.choice([0.0, 0.1, 0.5]), (2, 3, 4), spread_us)
+            return Habits(stems, 24, draw.choice([0.1, 0.5]), (2, 3, 4), spread_us)
         if knobs.theme.long_prompts:
             stems = tuple(_tokens(draw, 14) for _ in range(3))
             return Habits(stems, 6, draw.choice([0.0, 0.1]), (1, 2, 3, 4), 0)

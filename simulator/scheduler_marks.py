@@ -1,0 +1,57 @@
+"""Marks that a scheduler's shell can see: in aborts, in results of batches, and in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler_svc.core import ops
+from scheduler_svc.core.sequence import GroupStatus, SequenceGroup
+from simulator.marks import Marks
+
+
+def count_abort(marks: Marks, group: SequenceGroup, step: ops.Step | None) -> None:
+    """`step`: the one at the worker."""
+    if group.status is GroupStatus.ARRIVING:
+        marks.hit("aborted before arrival")
+    elif group.status is GroupStatus.WAITING:
+        marks.hit("aborted while waiting")
+    in_step = set(step.sequence_ids.tolist()) if step is not None else set()
+    if any(sequence.sequence_id in in_step for sequence in group.live):
+        marks.hit("aborted in flight")
+    if len(group.live) > 1:
+        marks.hit("aborted a group")
+
+
+def count_batch(marks: Marks, batch: ops.Batch, result: ops.BatchResult) -> bool:
+    """Counts what the batch's result shows; whether a reserve got no blocks."""
+    starved = False
+    for op, one in zip(batch.ops, result.results, strict=True):
+        ok = one.status is ops.OpStatus.OK
+        match op:
+            case ops.Preempt():
+                marks.hit("preempted", ok)
+            case ops.Fork():
+                marks.hit("forked", ok)
+            case ops.Admit(members):
+                marks.hit("admission refused", not ok)
+                if ok and members[-1].num_shared_blocks:
+                    marks.hit("group resumed with shared prefix")
+            case ops.Reserve():
+                starved = not ok
+    return starved
+
+
+def count_step(marks: Marks, step: ops.Step, groups: Iterable[SequenceGroup]) -> None:
+    if not step.num_samples.all():
+        marks.hit("chunked prefill")
+    in_step = set(step.sequence_ids.tolist())
+    for group in groups:
+        for sequence in group.live:
+            source = sequence.prefix_source
+            if (
+                source is not None
+                and sequence.sequence_id not in in_step
+                and source.sequence_id in in_step
+                and source.num_computed_tokens < sequence.prefix_source_tokens
+            ):
+                marks.hit("waited for a shared prefix")
