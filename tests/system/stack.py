@@ -83,16 +83,20 @@ class Stack:
     def start(self, *names: str) -> None:
         """Start these processes, by default all; does not wait for them."""
         for name in names or NAMES:
-            assert name not in self.processes, f"{name} runs already"
-            module, *options = self._arguments[name]
-            command = [
-                *(sys.executable, "-I", "-S", child.__file__, str(os.getpid())),
-                *(sys.executable, "-m", module, f"--address={self.addresses[name]}", *options),
-            ]
-            with self.log_path(name).open("ab") as log:
-                self.processes[name] = subprocess.Popen(
-                    command, stdout=log, stderr=log, cwd=REPOSITORY, env=self._environment
-                )
+            self.start_as(name, name, self.addresses[name])
+
+    def start_as(self, name: str, kind: str, address: str) -> None:
+        """Start one more process of a kind, under a name and at an address of its own."""
+        assert name not in self.processes, f"{name} runs already"
+        module, *options = self._arguments[kind]
+        command = [
+            *(sys.executable, "-I", "-S", child.__file__, str(os.getpid())),
+            *(sys.executable, "-m", module, f"--address={address}", *options),
+        ]
+        with self.log_path(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=REPOSITORY, env=self._environment
+            )
         if not any(stack is self for stack in RUNNING):
             RUNNING.append(self)
 
