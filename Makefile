@@ -12,7 +12,7 @@ TORCH_ARGS ?=
 EXTRAS     ?= cpu,dev
 PIP        := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test env lint types contracts drift unit model bench kernels-all protos docs clean
+.PHONY: help demo test env lint types contracts drift unit model bench sim sim-mutants kernels kernels-all gpu-check gpu-bench protos docs clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,8 +63,24 @@ bench: env model ## The quick benchmarks; each ends with one JSON line
 	$(BIN)/python -m benchmarks.kvmem --quick
 	$(BIN)/python -m benchmarks.serve --quick
 
-kernels-all: env ## Compile every variant of the CUDA kernels; refuses register spills
+sim: env ## Simulate 200 seeds: the real cores in virtual time, with faults
+	$(BIN)/python -m simulator
+
+sim-mutants: env ## Plant known bugs, one at a time; the simulator must find each
+	$(BIN)/python -m simulator.mutants
+
+kernels: env ## Rewrite the table in cuda/README.md
+	$(BIN)/python tools/cuda_kernels.py
+
+kernels-all: env ## Compile every CUDA kernel variant, no GPU needed; refuses spills
 	$(BIN)/python tools/cuda_kernels.py --all
+
+# On a GPU machine make the environment with EXTRAS=cuda13,dev and a CUDA build of torch.
+gpu-check: env model ## On a GPU: the kernels' checks, and the worker against the CPU's
+	$(BIN)/python -m pytest tests/cuda -m gpu
+
+gpu-bench: env ## On a GPU: attention against copy bandwidth, SDPA and FlashInfer
+	$(BIN)/python -m benchmarks.gpu
 
 protos: env ## Regenerate octavo/v1 from proto/
 	$(BIN)/python tools/gen_protos.py
