@@ -197,7 +197,8 @@ def test_a_stopped_worker_is_noticed(
     mortal: Stack, client: Client, tiny_reference: Transformers
 ) -> None:
     """Nothing closes its connections, and it answers nothing."""
-    (stream,) = open_streams(client, 1)
+    stream = client.stream(PROMPT, greedy(LONG), timeout_s=45)
+    next(stream)
     mortal.processes["worker"].send_signal(signal.SIGSTOP)
     assert error_of(stream).reason == "WORKER_LOST"
     wait_until(lambda: not mortal.is_serving(), "health says NOT_SERVING")

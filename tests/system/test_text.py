@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from octavo import Candidate, Client, FinishReason, Message, SamplingParams
+from octavo import AsyncClient, Candidate, Client, FinishReason, Message, SamplingParams
 from tests.system.models import Transformers
 from tests.system.requests import greedy
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.model
 
-PROMPTS = {
-    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 🎉🎉 the family emoji again: 👩‍👩‍👧‍👦 🏳️‍🌈 🎉🎉 and once more: 👩‍👩‍👧‍👦",
-    "chinese": "春眠不觉晓,处处闻啼鸟。夜来风雨声,花落知多少。春眠不觉晓,处处闻啼鸟。",
-    "korean": "안녕하세요. 만나서 반갑습니다. 안녕하세요. 만나서 반갑습니다. 안녕하세요.",
-    "code": "def f(x):\n    if x:\n        return  {'a':   1}\n\ndef f(x):\n    if x:\n",
-}
+PROMPTS = (
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🎉🎉 the family emoji again: 👩‍👩‍👧‍👦 🏳️‍🌈 🎉🎉 and once more: 👩‍👩‍👧‍👦",
+    "春眠不觉晓,处处闻啼鸟。夜来风雨声,花落知多少。春眠不觉晓,处处闻啼鸟。",
+    "안녕하세요. 만나서 반갑습니다. 안녕하세요. 만나서 반갑습니다. 안녕하세요.",
+    "def f(x):\n    if x:\n        return  {'a':   1}\n\ndef f(x):\n    if x:\n",
+)
 
 
 @pytest.fixture
@@ -41,38 +43,53 @@ def streamed(client: Client, prompt: str, params: SamplingParams) -> dict[int, C
     return {candidate.index: candidate for candidate in answer.candidates}
 
 
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_b30_chunks_joined_are_the_full_decode(
-    client: Client, demo_reference: Transformers, kind: str
-) -> None:
-    wild = SamplingParams(temperature=1.5, seed=5, n=4, max_tokens=48, ignore_eos=True)
-    likely = greedy(48)
-    for params in (wild, likely):
-        candidates = streamed(client, PROMPTS[kind], params)
-        for candidate in candidates.values():
-            decoded = demo_reference.tokenizer.decode(
-                candidate.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            assert candidate.text == decoded
+async def stream_all(
+    address: str, requests: list[tuple[str, SamplingParams]]
+) -> list[tuple[str, Candidate]]:
+    """Every candidate of requests that are streamed at once, with its chunks joined."""
+
+    async def one(client: AsyncClient, prompt: str, params: SamplingParams) -> Any:
+        texts: dict[int, str] = {}
+        async with client.stream(prompt, params) as chunks:
+            async for chunk in chunks:
+                for part in chunk.candidates:
+                    texts[part.index] = texts.get(part.index, "") + part.text
+        answer = chunks.generation()
+        return [(texts[candidate.index], candidate) for candidate in answer.candidates]
+
+    async with AsyncClient(address) as client:
+        answers = await asyncio.gather(*(one(client, *request) for request in requests))
+    return list(itertools.chain.from_iterable(answers))
 
 
-def test_what_was_written_is_more_than_ascii(client: Client) -> None:
-    """The test above would be empty otherwise: characters of several tokens do come."""
-    answer = streamed(client, PROMPTS["chinese"], greedy(48))[0]
-    assert any(ord(char) > 0x2E80 for char in answer.text)
-    assert len(answer.token_ids) > len(answer.text)
+def test_b30_chunks_joined_are_the_full_decode(demo: Stack, demo_reference: Transformers) -> None:
+    wild = SamplingParams(temperature=1.5, seed=5, n=3, max_tokens=40, ignore_eos=True)
+    requests = [(prompt, params) for prompt in PROMPTS for params in (wild, greedy(40))]
+    candidates = asyncio.run(stream_all(demo.address, requests))
+    assert len(candidates) == len(PROMPTS) * 4
+    for joined, candidate in candidates:
+        decoded = demo_reference.tokenizer.decode(
+            candidate.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert joined == candidate.text == decoded
+    # The test would be empty otherwise: characters of several tokens do come.
+    assert any(
+        len(candidate.token_ids) > len(candidate.text) and not candidate.text.isascii()
+        for _, candidate in candidates
+    )
+    demo.wait_until_empty()
 
 
 def test_b29_stop_strings_across_tokens(client: Client, demo_reference: Transformers) -> None:
     """Strings that begin inside one token and end inside another, wherever they stand."""
     prompt = "Once upon a time, in a small village by the sea, there lived"
-    whole = client.generate(prompt, greedy(40)).candidates[0]
+    whole = client.generate(prompt, greedy(24)).candidates[0]
     decode = demo_reference.tokenizer.decode
-    ends = [len(decode(whole.token_ids[: i + 1])) for i in range(40)]
+    ends = [len(decode(whole.token_ids[: i + 1])) for i in range(24)]
     # Around the border between tokens i and i + 1: two characters before it, two after.
-    stops = {whole.text[ends[i] - 2 : ends[i] + 2] for i in range(1, 36, 5)}
+    stops = {whole.text[ends[i] - 2 : ends[i] + 2] for i in range(1, 20, 4)}
     for stop in stops:
-        answer = streamed(client, prompt, greedy(40, stop=stop))[0]
+        answer = streamed(client, prompt, greedy(24, stop=stop))[0]
         assert answer.text == whole.text[: whole.text.index(stop)], repr(stop)
         assert answer.finish_reason is FinishReason.STOP
         assert answer.matched_stop == stop
@@ -102,7 +119,7 @@ def test_b29_the_stop_that_is_complete_first_wins(client: Client) -> None:
 
 def test_stop_strings_end_each_candidate_on_its_own(client: Client) -> None:
     prompt = "The three most important rules of a good library are"
-    params = {"temperature": 1.0, "seed": 11, "n": 4, "max_tokens": 48, "ignore_eos": True}
+    params = {"temperature": 1.0, "seed": 11, "n": 4, "max_tokens": 32, "ignore_eos": True}
     whole = client.generate(prompt, SamplingParams(**params)).candidates
     stopped = streamed(client, prompt, SamplingParams(**params, stop=[".", "\n"]))
     for candidate in whole:
