@@ -57,8 +57,10 @@ def flow(chunks: ChunkStream, console: Console) -> None:
 def print_piece(text: str, console: Console, style: str = "") -> None:
     """Print a piece of running text as it is, and at once."""
     if text:
-        piece = Text(printable(text), style)
-        console.print(piece, end="", soft_wrap=True)
+        # Captured first: rich prints again what a Ctrl-C interrupted after it was written.
+        with console.capture() as captured:
+            console.print(Text(printable(text), style), end="", soft_wrap=True)
+        console.file.write(captured.get())
         console.file.flush()
 
 

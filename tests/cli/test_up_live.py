@@ -20,7 +20,7 @@ import pytest
 from octavo import Client, SamplingParams
 from octavo.cli.state import RunningStack, StateDir, StateError
 from octavo.errors import OctavoError
-from tests.system.models import save_tiny_llama
+from tests.system.models import TINY_MAX_MODEL_LEN, save_tiny_llama
 
 SOON_S = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -28,7 +28,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("models") / "tiny", max_positions=TINY_MAX_MODEL_LEN
+    )
 
 
 def environment() -> dict[str, str]:

@@ -21,7 +21,7 @@ TINY_EOS = 257
 TINY_WORKER = ("--threads=1", f"--max-model-len={TINY_MAX_MODEL_LEN}")
 
 
-def save_tiny_llama(folder: Path) -> Path:
+def save_tiny_llama(folder: Path, max_positions: int = TINY_MAX_POSITIONS) -> Path:
     """A random two-layer Llama with byte-level tokens and no chat template.
 
     Its weights are wide enough that two logits are seldom near one another.
@@ -38,7 +38,7 @@ def save_tiny_llama(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=TINY_MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         initializer_range=0.3,
         bos_token_id=256,
         eos_token_id=TINY_EOS,
