@@ -99,9 +99,9 @@ class StopChecker:
         self._num_output_tokens += 1
         counts = self._num_output_tokens >= self._params.min_tokens
         if counts and token_id in self._eos:
-            return Judgement(self._tail(), FinishReason.STOP)
+            return self._last("", FinishReason.STOP)
         if counts and token_id in self._stop_ids:
-            return Judgement(self._tail(), FinishReason.STOP, token_id)
+            return self._last("", FinishReason.STOP, token_id)
         piece = self._text.push(token_id)
         if counts:
             shown, stop = self._strings.push(piece)
@@ -110,19 +110,16 @@ class StopChecker:
         if stop is not None:
             return Judgement(shown, FinishReason.STOP, stop)
         if self._num_output_tokens >= self._params.max_tokens:
-            return self._end_of_length(shown)
+            return self._last(shown, FinishReason.LENGTH)
         return Judgement(shown)
 
     def end(self) -> str:
         """The text still held when the sequence ends for another reason."""
-        return self._tail()
+        return self._last("", FinishReason.ABORT).text
 
-    def _end_of_length(self, shown: str) -> Judgement:
-        # The last bytes may complete a stop string that no further token will.
+    def _last(self, shown: str, reason: FinishReason, matched_stop: int | None = None) -> Judgement:
+        """`shown` and the text still held, whose last bytes may yet complete a stop string."""
         more, stop = self._strings.push(self._text.flush())
         if stop is not None:
             return Judgement(shown + more, FinishReason.STOP, stop)
-        return Judgement(shown + more + self._strings.flush(), FinishReason.LENGTH)
-
-    def _tail(self) -> str:
-        return self._strings.flush() + self._text.flush()
+        return Judgement(shown + more + self._strings.flush(), reason, matched_stop)

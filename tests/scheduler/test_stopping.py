@@ -137,3 +137,26 @@ def test_held_text_comes_out_when_a_sequence_is_ended() -> None:
     judge = checker(stop=("abc",))
     judge.judge(ord("a"))
     assert judge.end() == "a"
+
+
+def test_held_text_comes_out_before_an_end_of_sequence_token() -> None:
+    judge = checker(stop=("abc",))
+    judge.judge(ord("a"))
+    last = judge.judge(0)
+    assert (last.text, last.finish_reason, last.matched_stop) == ("a", FinishReason.STOP, None)
+
+
+@pytest.mark.parametrize("last_token", [0, 7, None])
+def test_b29_a_stop_string_that_the_held_bytes_complete_is_not_shown(
+    last_token: int | None,
+) -> None:
+    """Bytes may be held until the very end, whatever that is."""
+    judge = checker(stop=("a?",), stop_token_ids=(7,))
+    assert judge.judge(ord("x")).text == "x"
+    assert judge.judge(ord("a")).text == ""
+    assert judge.judge(-1).text == ""
+    if last_token is None:
+        assert judge.end() == ""
+        return
+    last = judge.judge(last_token)
+    assert (last.text, last.finish_reason, last.matched_stop) == ("", FinishReason.STOP, "a?")

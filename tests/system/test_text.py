@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,6 +143,9 @@ def test_a_chat_is_its_templates_completion(client: Client, demo_reference: Tran
     completion = client.generate(token_ids, params).candidates[0]
     assert chat == completion
     assert "Paris" in chat.text
+    # What is held back for a stop string that never comes is shown at that end too.
+    held = replace(params, stop=[chat.text[-1] + "§"])
+    assert client.generate(token_ids, held).candidates[0] == completion
     # It ends by itself, with a token that is no part of the text.
     assert chat.finish_reason is FinishReason.STOP
     assert "<|im_end|>" not in chat.text
