@@ -8,6 +8,11 @@ from scheduler_svc.core import ops
 
 OnResult = Callable[[ops.OpResult], None]
 
+# Prompts of one batch, in tokens: at most 5 MB on the wire, whose limit is 16. And how many: the
+# other ops of a batch are bounded by the sequences that run and wait.
+MAX_ARRIVING_TOKENS = 2**20
+MAX_ARRIVALS = 1024
+
 
 def expect_ok(result: ops.OpResult) -> None:
     """For ops that cannot fail unless there is a bug."""
@@ -42,9 +47,9 @@ class Outbox:
         return acknowledged_step > self._sent_acknowledged_step
 
     def send(self, step_id: int, acknowledged_step: int, *, prepares_step: bool) -> ops.Batch:
-        """Turn everything queued into the batch in flight."""
+        """Turn everything queued into the batch in flight, arrivals beyond its size excepted."""
         assert self.in_flight is None
-        queued, self._queued = self._queued, []
+        queued, self._queued = _split(self._queued)
         self._awaiting = [on_result for _, on_result in queued]
         self._sent_acknowledged_step = acknowledged_step
         self.in_flight = ops.Batch(
@@ -64,3 +69,22 @@ class Outbox:
         awaiting, self._awaiting, self.in_flight = self._awaiting, [], None
         for on_result, op_result in zip(awaiting, result.results, strict=True):
             on_result(op_result)
+
+
+def _split(
+    queued: list[tuple[ops.Op, OnResult]],
+) -> tuple[list[tuple[ops.Op, OnResult]], list[tuple[ops.Op, OnResult]]]:
+    """What fits one batch, and the arrivals that come with a later one. Always one arrives."""
+    sent, left = [], []
+    num_arrivals, num_tokens = 0, 0
+    for entry in queued:
+        op = entry[0]
+        if isinstance(op, ops.Arrive):
+            num_arrivals += 1
+            num_tokens += len(op.request.prompt_token_ids)
+            too_many = num_tokens > MAX_ARRIVING_TOKENS or num_arrivals > MAX_ARRIVALS
+            if too_many and num_arrivals > 1:
+                left.append(entry)
+                continue
+        sent.append(entry)
+    return sent, left
