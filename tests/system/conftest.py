@@ -51,7 +51,7 @@ def small(tiny_model: Path) -> Iterator[Stack]:
         model=tiny_model,
         num_blocks=30,
         worker=TINY_WORKER,
-        scheduler=("--max-num-seqs=16",),
+        scheduler=("--max-num-seqs=16", "--max-waiting=64"),
     ) as stack:
         yield stack
 

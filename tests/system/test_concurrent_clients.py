@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from octavo import AsyncClient, FinishReason, Generation, NotFoundError, SamplingParams
+from octavo import (
+    AsyncClient,
+    FinishReason,
+    Generation,
+    NotFoundError,
+    OverloadedError,
+    SamplingParams,
+)
 from tests.system.models import Transformers
 from tests.system.requests import greedy, token_prompt
 from tests.system.stack import Stack
@@ -132,4 +139,33 @@ def test_survivors_are_their_solo_runs_and_nothing_is_left(
                     assert abs(difference) < 1e-3 * len(got.token_ids)
     for todo in (todo for each in errands for todo in each if todo.leave is None):
         assert any(todo is other for other, _ in served), f"{todo} was not served"
+    small.wait_until_empty()
+
+
+def test_more_callers_than_may_wait(small: Stack, tiny_reference: Transformers) -> None:
+    """The queue has a bound: who comes too late is told to come again, the others are served."""
+    prompt = token_prompt(20, salt=41)
+    expected = tiny_reference.greedy(prompt, 8)
+
+    async def one(client: AsyncClient) -> Generation | OverloadedError:
+        try:
+            return await client.generate(prompt, greedy(8))
+        except OverloadedError as error:
+            return error
+
+    async def everybody() -> list[Generation | OverloadedError]:
+        async with AsyncClient(small.address) as client:
+            return await asyncio.gather(*(one(client) for _ in range(300)))
+
+    outcomes = asyncio.run(everybody())
+    refused = [each for each in outcomes if isinstance(each, OverloadedError)]
+    served = [each for each in outcomes if isinstance(each, Generation)]
+    assert refused
+    assert len(served) >= 64
+    for error in refused:
+        assert error.reason == "QUEUE_FULL"
+        assert error.retry_after_ms
+        assert "at most 64" in error.message
+    for answer in served:
+        assert expected.disagreement(answer.candidates[0].token_ids) is None
     small.wait_until_empty()
