@@ -60,6 +60,17 @@ REASONS: Mapping[str, Reason] = {
         _PRECONDITION, "The worker's block table is at another version."
     ),
     "STEP_OUT_OF_ORDER": Reason(_PRECONDITION, "step_id is not above the last one."),
+    "NOT_LEADER": Reason(
+        grpc.StatusCode.UNAVAILABLE,
+        "Another scheduler owns the requests; its address is in the metadata.",
+    ),
+    "ATTACH_REPLACED": Reason(
+        grpc.StatusCode.ABORTED, "Another stream was attached to this request."
+    ),
+    "JOURNAL_FAILED": Reason(
+        grpc.StatusCode.UNAVAILABLE,
+        "The journal cannot be written; nothing is acknowledged meanwhile.",
+    ),
     "NOT_READY": Reason(grpc.StatusCode.UNAVAILABLE, "The service is starting or reconnecting."),
     "WORKER_LOST": Reason(grpc.StatusCode.UNAVAILABLE, "The model worker went away."),
     "KVMEM_LOST": Reason(grpc.StatusCode.UNAVAILABLE, "The KV memory service went away."),

@@ -41,12 +41,18 @@ SEQUENCE_STATUS_RUNNING: SequenceStatus
 SEQUENCE_STATUS_FINISHED: SequenceStatus
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "batch")
+    __slots__ = ("open", "batch", "heartbeat")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     open: OpenSessionRequest
     batch: Batch
-    def __init__(self, open: _Optional[_Union[OpenSessionRequest, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, open: _Optional[_Union[OpenSessionRequest, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SessionReply(_message.Message):
     __slots__ = ("opened", "result")
@@ -57,30 +63,34 @@ class SessionReply(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[BatchResult, _Mapping]] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("holder", "resume", "last_result_batch_seq")
+    __slots__ = ("holder", "resume", "last_result_batch_seq", "holder_address")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     holder: str
     resume: _types_pb2.Fence
     last_result_batch_seq: int
-    def __init__(self, holder: _Optional[str] = ..., resume: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., last_result_batch_seq: _Optional[int] = ...) -> None: ...
+    holder_address: str
+    def __init__(self, holder: _Optional[str] = ..., resume: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., last_result_batch_seq: _Optional[int] = ..., holder_address: _Optional[str] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("fence", "next_batch_seq", "lease_ttl_ms", "geometry", "max_ops_per_batch", "last_step_id")
+    __slots__ = ("fence", "next_batch_seq", "lease_ttl_ms", "geometry", "max_ops_per_batch", "last_step_id", "mutations_open")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MAX_OPS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    MUTATIONS_OPEN_FIELD_NUMBER: _ClassVar[int]
     fence: _types_pb2.Fence
     next_batch_seq: int
     lease_ttl_ms: int
     geometry: _types_pb2.PoolGeometry
     max_ops_per_batch: int
     last_step_id: int
-    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., next_batch_seq: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., max_ops_per_batch: _Optional[int] = ..., last_step_id: _Optional[int] = ...) -> None: ...
+    mutations_open: bool
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., next_batch_seq: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., max_ops_per_batch: _Optional[int] = ..., last_step_id: _Optional[int] = ..., mutations_open: _Optional[bool] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("fence",)
@@ -93,22 +103,78 @@ class CloseSessionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachPoolRequest(_message.Message):
-    __slots__ = ("fence", "worker_boot_id", "geometry")
+    __slots__ = ("fence", "worker_boot_id", "geometry", "last_executed_step")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     WORKER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    LAST_EXECUTED_STEP_FIELD_NUMBER: _ClassVar[int]
     fence: _types_pb2.Fence
     worker_boot_id: str
     geometry: _types_pb2.PoolGeometry
-    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., worker_boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ...) -> None: ...
+    last_executed_step: int
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., worker_boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., last_executed_step: _Optional[int] = ...) -> None: ...
 
 class AttachPoolReply(_message.Message):
-    __slots__ = ("fence", "levels")
+    __slots__ = ("fence", "levels", "is_new_pool", "pending_copies", "pending_copy_sequence_ids")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
+    IS_NEW_POOL_FIELD_NUMBER: _ClassVar[int]
+    PENDING_COPIES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_COPY_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     fence: _types_pb2.Fence
     levels: _types_pb2.PoolLevels
-    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ...) -> None: ...
+    is_new_pool: bool
+    pending_copies: _types_pb2.BlockCopies
+    pending_copy_sequence_ids: bytes
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., is_new_pool: _Optional[bool] = ..., pending_copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., pending_copy_sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class AdoptSequencesRequest(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class AdoptedRequest(_message.Message):
+    __slots__ = ("request_id", "arrival_number", "num_candidates", "prompt_token_ids", "tenant", "request_spec", "request_digest", "sequences")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_SPEC_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    arrival_number: int
+    num_candidates: int
+    prompt_token_ids: bytes
+    tenant: str
+    request_spec: bytes
+    request_digest: bytes
+    sequences: _containers.RepeatedCompositeFieldContainer[AdoptedSequence]
+    def __init__(self, request_id: _Optional[str] = ..., arrival_number: _Optional[int] = ..., num_candidates: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[AdoptedSequence, _Mapping]]] = ...) -> None: ...
+
+class AdoptedSequence(_message.Message):
+    __slots__ = ("sequence_id", "candidate", "status", "output_token_ids", "num_computed_tokens", "block_ids", "table_version", "finish_reason", "scheduler_state")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    candidate: int
+    status: SequenceStatus
+    output_token_ids: bytes
+    num_computed_tokens: int
+    block_ids: bytes
+    table_version: int
+    finish_reason: _types_pb2.FinishReason
+    scheduler_state: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., candidate: _Optional[int] = ..., status: _Optional[_Union[SequenceStatus, str]] = ..., output_token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., scheduler_state: _Optional[bytes] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("fence", "batch_seq", "step", "traceparent")
@@ -155,7 +221,7 @@ class Op(_message.Message):
     def __init__(self, arrive: _Optional[_Union[Arrive, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ...) -> None: ...
 
 class Arrive(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent")
+    __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent", "candidates")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +229,7 @@ class Arrive(_message.Message):
     REQUEST_SPEC_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_candidates: int
@@ -170,7 +237,20 @@ class Arrive(_message.Message):
     request_spec: bytes
     request_digest: bytes
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_candidates: _Optional[int] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    candidates: _containers.RepeatedCompositeFieldContainer[ArrivingCandidate]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_candidates: _Optional[int] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[ArrivingCandidate, _Mapping]]] = ...) -> None: ...
+
+class ArrivingCandidate(_message.Message):
+    __slots__ = ("candidate", "output_token_ids", "finish_reason", "scheduler_state")
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
+    candidate: int
+    output_token_ids: bytes
+    finish_reason: _types_pb2.FinishReason
+    scheduler_state: bytes
+    def __init__(self, candidate: _Optional[int] = ..., output_token_ids: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., scheduler_state: _Optional[bytes] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("members",)
@@ -191,18 +271,20 @@ class AdmitMember(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., share_from: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("sequence_ids", "num_tokens", "token_ids", "num_computed_tokens", "states")
+    __slots__ = ("sequence_ids", "num_tokens", "token_ids", "num_computed_tokens", "states", "state_words")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    STATE_WORDS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     num_tokens: bytes
     token_ids: bytes
     num_computed_tokens: bytes
     states: _containers.RepeatedCompositeFieldContainer[SequenceState]
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., states: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ...) -> None: ...
+    state_words: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., states: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ..., state_words: _Optional[bytes] = ...) -> None: ...
 
 class SequenceState(_message.Message):
     __slots__ = ("sequence_id", "scheduler_state")
@@ -231,14 +313,16 @@ class Append(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fork(_message.Message):
-    __slots__ = ("sequence_id", "num_children", "token_ids")
+    __slots__ = ("sequence_id", "num_children", "token_ids", "state_words")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_WORDS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_children: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[int] = ..., num_children: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_words: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., num_children: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., state_words: _Optional[bytes] = ...) -> None: ...
 
 class Preempt(_message.Message):
     __slots__ = ("sequence_ids",)
@@ -277,12 +361,14 @@ class OpResult(_message.Message):
     def __init__(self, status: _Optional[_Union[OpStatus, str]] = ..., message: _Optional[str] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., forked: _Optional[_Union[Forked, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ...) -> None: ...
 
 class Arrived(_message.Message):
-    __slots__ = ("sequence_id", "arrival_number")
+    __slots__ = ("sequence_id", "arrival_number", "candidate_sequence_ids")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     arrival_number: int
-    def __init__(self, sequence_id: _Optional[int] = ..., arrival_number: _Optional[int] = ...) -> None: ...
+    candidate_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., arrival_number: _Optional[int] = ..., candidate_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("tables",)

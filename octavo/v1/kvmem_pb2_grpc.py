@@ -59,6 +59,11 @@ class KvMemoryStub:
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.AttachPoolRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_kvmem__pb2.AttachPoolReply.FromString,
                 _registered_method=True)
+        self.AdoptSequences = channel.unary_stream(
+                '/octavo.v1.KvMemory/AdoptSequences',
+                request_serializer=octavo_dot_v1_dot_kvmem__pb2.AdoptSequencesRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_kvmem__pb2.AdoptedRequest.FromString,
+                _registered_method=True)
         self.GetBlockTables = channel.unary_unary(
                 '/octavo.v1.KvMemory/GetBlockTables',
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesRequest.SerializeToString,
@@ -109,8 +114,18 @@ class KvMemoryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AttachPool(self, request, context):
-        """Declares the pool of a worker. The same worker boot id and geometry again: nothing
-        changes. A new boot id: every block is taken back, since that KV is gone.
+        """Declares the pool of a worker, and opens the session's mutations: until then batches are
+        refused, and what was freed stays in quarantine. To be called once the worker refuses the
+        epochs before. The same worker boot id and geometry again: every table stays. A new boot
+        id: every block is taken back, since that KV is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptSequences(self, request, context):
+        """Everything that a new holder needs to go on with every request: one message for each, in
+        order of arrival. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +178,11 @@ def add_KvMemoryServicer_to_server(servicer, server):
                     servicer.AttachPool,
                     request_deserializer=octavo_dot_v1_dot_kvmem__pb2.AttachPoolRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_kvmem__pb2.AttachPoolReply.SerializeToString,
+            ),
+            'AdoptSequences': grpc.unary_stream_rpc_method_handler(
+                    servicer.AdoptSequences,
+                    request_deserializer=octavo_dot_v1_dot_kvmem__pb2.AdoptSequencesRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_kvmem__pb2.AdoptedRequest.SerializeToString,
             ),
             'GetBlockTables': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBlockTables,
@@ -315,6 +335,33 @@ class KvMemory:
             '/octavo.v1.KvMemory/AttachPool',
             octavo_dot_v1_dot_kvmem__pb2.AttachPoolRequest.SerializeToString,
             octavo_dot_v1_dot_kvmem__pb2.AttachPoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/octavo.v1.KvMemory/AdoptSequences',
+            octavo_dot_v1_dot_kvmem__pb2.AdoptSequencesRequest.SerializeToString,
+            octavo_dot_v1_dot_kvmem__pb2.AdoptedRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,36 @@ class WorkerInfo(_message.Message):
     max_num_batched_tokens: int
     def __init__(self, boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_inflight_steps: _Optional[int] = ..., attention_backend: _Optional[str] = ..., device: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
+class InstallRequest(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ...) -> None: ...
+
+class InstallReply(_message.Message):
+    __slots__ = ("worker_boot_id", "last_step_id", "retained")
+    WORKER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    worker_boot_id: str
+    last_step_id: int
+    retained: _containers.RepeatedCompositeFieldContainer[RetainedStep]
+    def __init__(self, worker_boot_id: _Optional[str] = ..., last_step_id: _Optional[int] = ..., retained: _Optional[_Iterable[_Union[RetainedStep, _Mapping]]] = ...) -> None: ...
+
+class RetainedStep(_message.Message):
+    __slots__ = ("reply", "sequence_ids", "num_input_tokens", "num_computed_tokens", "num_samples")
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    reply: ExecuteReply
+    sequence_ids: bytes
+    num_input_tokens: bytes
+    num_computed_tokens: bytes
+    num_samples: bytes
+    def __init__(self, reply: _Optional[_Union[ExecuteReply, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ..., num_input_tokens: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ...) -> None: ...
+
 class ExecuteRequest(_message.Message):
     __slots__ = ("fence", "step_id", "traceparent", "copies", "starts", "deltas", "dropped_sequence_ids", "sequence_ids", "table_versions", "num_input_tokens", "num_computed_tokens", "input_token_ids", "num_samples")
     FENCE_FIELD_NUMBER: _ClassVar[int]

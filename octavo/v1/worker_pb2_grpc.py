@@ -39,6 +39,11 @@ class ModelWorkerStub:
                 request_serializer=octavo_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
+        self.Install = channel.unary_unary(
+                '/octavo.v1.ModelWorker/Install',
+                request_serializer=octavo_dot_v1_dot_worker__pb2.InstallRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_worker__pb2.InstallReply.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/octavo.v1.ModelWorker/Execute',
                 request_serializer=octavo_dot_v1_dot_worker__pb2.ExecuteRequest.SerializeToString,
@@ -51,6 +56,14 @@ class ModelWorkerServicer:
 
     def GetInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Install(self, request, context):
+        """Takes the worker over for a session: fences of older epochs are refused from now on, and
+        the step that runs has ended when this returns. The same fence again: the same answer.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -69,6 +82,11 @@ def add_ModelWorkerServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=octavo_dot_v1_dot_worker__pb2.GetInfoRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
+            ),
+            'Install': grpc.unary_unary_rpc_method_handler(
+                    servicer.Install,
+                    request_deserializer=octavo_dot_v1_dot_worker__pb2.InstallRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_worker__pb2.InstallReply.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -103,6 +121,33 @@ class ModelWorker:
             '/octavo.v1.ModelWorker/GetInfo',
             octavo_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
             octavo_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Install(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.ModelWorker/Install',
+            octavo_dot_v1_dot_worker__pb2.InstallRequest.SerializeToString,
+            octavo_dot_v1_dot_worker__pb2.InstallReply.FromString,
             options,
             channel_credentials,
             insecure,
