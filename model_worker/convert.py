@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from model_worker.errors import StepError
 from model_worker.fencing import Fence
-from model_worker.step import Sampling, SequenceStart, StepInput, StepOutput, TableDeltas
+from model_worker.step import (
+    RetainedStep,
+    Sampling,
+    SequenceStart,
+    StepInput,
+    StepOutput,
+    TableDeltas,
+)
 from octavo.service.columns import F32, I32, U32, U64, ColumnError, pack, unpack
 from octavo.v1 import types_pb2, worker_pb2
 
@@ -89,6 +97,27 @@ def reply_to_pb(output: StepOutput, worker_boot_id: str) -> worker_pb2.ExecuteRe
             forward_us=timings.forward_us,
             sample_us=timings.sample_us,
         ),
+    )
+
+
+def installed_to_pb(
+    worker_boot_id: str, last_step_id: int, retained: Iterable[RetainedStep]
+) -> worker_pb2.InstallReply:
+    """What a session is told that has taken the worker over; `retained` is oldest first."""
+    return worker_pb2.InstallReply(
+        worker_boot_id=worker_boot_id,
+        last_step_id=last_step_id,
+        retained=[_retained_to_pb(step, worker_boot_id) for step in retained],
+    )
+
+
+def _retained_to_pb(step: RetainedStep, worker_boot_id: str) -> worker_pb2.RetainedStep:
+    return worker_pb2.RetainedStep(
+        reply=reply_to_pb(step.output, worker_boot_id),
+        sequence_ids=pack(step.sequence_ids, U64),
+        num_input_tokens=pack(step.num_input_tokens, I32),
+        num_computed_tokens=pack(step.num_computed_tokens, I32),
+        num_samples=pack(step.num_samples, I32),
     )
 
 

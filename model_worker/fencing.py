@@ -1,6 +1,6 @@
 """Who may execute: the newest session alone, of a memory service that is not gone.
 
-A worker hears of sessions only through the fences on the steps it is given. Epochs grow within
+A worker hears of sessions only through the fences on what it is asked for. Epochs grow within
 one life of the memory service's state, which its boot id names; another boot id is a newer life,
 and the one it replaces is never obeyed again.
 """
@@ -62,6 +62,11 @@ class Fencing:
             raise StepError(
                 "STALE_EPOCH", f"epoch {fence.epoch} is over, the newest is {newest.epoch}"
             )
+        if fence.epoch == newest.epoch and fence != newest:
+            raise StepError(
+                "STALE_EPOCH",
+                f"epoch {fence.epoch} is session {newest.session_id!r}, not {fence.session_id!r}",
+            )
         return fence.epoch > newest.epoch
 
     def install(self, fence: Fence) -> None:
@@ -73,21 +78,30 @@ class Fencing:
     def begin_step(self, fence: Fence, step_id: int) -> bool:
         """Let a step run, now that it is its turn; True for the first one of its session.
 
-        The first step of another life of the memory service may have any id: one that lost its
-        journal counts from the start. Raises StepError (STALE_EPOCH, STEP_OUT_OF_ORDER).
+        The first step of another life of the memory service may have any id from 1 on: one that
+        lost its journal counts from the start. Raises StepError (STALE_EPOCH, STEP_OUT_OF_ORDER).
         """
         if fence != self.newest:
             raise StepError("STALE_EPOCH", f"epoch {fence.epoch} ended before its step began")
-        running = self._running
-        is_same_life = running is not None and running.kvmem_boot_id == fence.kvmem_boot_id
-        if is_same_life and step_id <= self.last_step_id:
+        last_step_id = self.last_step_id_of(fence.kvmem_boot_id)
+        if step_id <= last_step_id:
             raise StepError(
                 "STEP_OUT_OF_ORDER",
-                f"step {step_id} is not above {self.last_step_id}, the last one executed",
+                f"step {step_id} is not above {last_step_id}, the last one executed",
             )
+        is_first = self._running != fence
+        # Counted anew from here on in another life, also when this very step then fails.
+        self.last_step_id = last_step_id
         self._running = fence
-        return running != fence
+        return is_first
 
     def end_step(self, step_id: int) -> None:
         """Count `step_id` as executed: ids up to it are refused from now."""
         self.last_step_id = step_id
+
+    def last_step_id_of(self, kvmem_boot_id: str) -> int:
+        """The newest step executed for this life of the memory service; 0: none."""
+        running = self._running
+        if running is None or running.kvmem_boot_id != kvmem_boot_id:
+            return 0
+        return self.last_step_id

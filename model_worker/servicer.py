@@ -1,4 +1,4 @@
-"""The gRPC face of the worker: GetInfo, and Execute with its one exclusive stream."""
+"""The gRPC face of the worker: GetInfo, Install, and Execute with its one exclusive stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import structlog
 from model_worker import convert
 from model_worker.errors import StepError
 from model_worker.fencing import Fence, Fencing
-from model_worker.step import StepInput, StepOutput
+from model_worker.step import RetainedStep, StepInput, StepOutput
 from model_worker.tracing import record_step
 from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry
@@ -32,10 +32,11 @@ MAX_INFLIGHT_STEPS = 1
 
 
 class _Stream:
-    """One open Execute stream. `replaced` is done once a newer session has taken over."""
+    """One open Execute stream. `replaced` is done, with what it is to end with, once the worker
+    has been taken from it: by a newer session, or by its own on another connection."""
 
     def __init__(self) -> None:
-        self.replaced: asyncio.Future[Fence] = asyncio.get_running_loop().create_future()
+        self.replaced: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
 
 
 class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
@@ -50,8 +51,8 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     ) -> None:
         self.boot_id = boot_id
         self.fencing = Fencing(boot_id)
-        # Results of the newest steps with rows, whether or not anybody received them.
-        self.retained_outputs: deque[StepOutput] = deque(maxlen=MAX_INFLIGHT_STEPS)
+        # The newest steps with rows, whether or not anybody received their results.
+        self.retained: deque[RetainedStep] = deque(maxlen=MAX_INFLIGHT_STEPS)
         # Monotonic time at which the step that runs now began; None between steps.
         self.step_began_s: float | None = None
         self._model_thread = model_thread
@@ -69,6 +70,25 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         if self._runner is None:
             await abort(context, _not_ready())
         return convert.info_to_pb(self._runner, self.boot_id, MAX_INFLIGHT_STEPS)
+
+    async def Install(
+        self, request: worker_pb2.InstallRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.InstallReply:
+        fence = convert.fence_from_pb(request.fence)
+        try:
+            if self._runner is None:
+                raise _not_ready()
+            self._install(fence, is_newer=self.fencing.check(fence))
+        except StepError as error:
+            log.warning("install refused", reason=error.reason, message=error.message)
+            await abort(context, ServiceError(error.reason, error.message))
+        except ServiceError as error:
+            await abort(context, error)
+        # Behind the step that runs, and behind those queued: of these the older ones are refused.
+        last_step_id, retained = await asyncio.get_running_loop().run_in_executor(
+            self._model_thread, self._executed_for, fence
+        )
+        return convert.installed_to_pb(self.boot_id, last_step_id, retained)
 
     async def Execute(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
         del request_iterator  # Read through `context`, so that a wait for it can be given up.
@@ -99,7 +119,7 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
                 self._model_thread, self._run, self._runner, fence, step
             )
             if stream.replaced.done():
-                raise _replaced(stream)
+                raise stream.replaced.result()
             await context.write(convert.reply_to_pb(output, self.boot_id))
             record_step(self._telemetry, step, output)
 
@@ -109,17 +129,34 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         Raises StepError (STALE_*) and ServiceError (SESSION_HELD).
         """
         is_newer = self.fencing.check(fence)
-        if self._holder is not stream:
-            if self._holder is not None and not is_newer:
-                raise ServiceError(
-                    "SESSION_HELD", f"epoch {fence.epoch} already has an Execute stream open"
-                )
-            if self._holder is not None:
-                self._holder.replaced.set_result(fence)
-            self._holder = stream
+        if self._holder is stream:
+            self._holder = None
+        elif self._holder is not None and not is_newer:
+            raise ServiceError(
+                "SESSION_HELD", f"epoch {fence.epoch} already has an Execute stream open"
+            )
+        if is_newer:
+            self._install(fence, is_newer=True)
+        self._holder = stream
+
+    def _install(self, fence: Fence, *, is_newer: bool) -> None:
+        """Refuse older fences from now on, and end the stream that has the worker, if any.
+
+        A stream of the same session goes as well: its holder would not ask while it could still
+        use it, and a connection that broke may look open here for a long time.
+        """
+        if self._holder is not None:
+            self._holder.replaced.set_result(_taken_over(fence, is_newer=is_newer))
+            self._holder = None
         if is_newer:
             self.fencing.install(fence)
             log.info("session installed", epoch=fence.epoch, session_id=fence.session_id)
+
+    def _executed_for(self, fence: Fence) -> tuple[int, list[RetainedStep]]:
+        """On the model thread: the last step and the results of the fence's memory service."""
+        life = fence.kvmem_boot_id
+        retained = [step for step in self.retained if step.kvmem_boot_id == life]
+        return self.fencing.last_step_id_of(life), retained
 
     def _run(self, runner: ModelRunner, fence: Fence, step: StepInput) -> StepOutput:
         """On the model thread: execute `step`, unless a newer session has come in between."""
@@ -132,7 +169,7 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             self.step_began_s = None
         self.fencing.end_step(step.step_id)
         if step.sequence_ids.size:  # else an adopter's first, empty step would push them out
-            self.retained_outputs.append(output)
+            self.retained.append(RetainedStep.of(fence.kvmem_boot_id, step, output))
         return output
 
 
@@ -144,7 +181,7 @@ async def _next_request(
     try:
         await asyncio.wait({read, stream.replaced}, return_when=asyncio.FIRST_COMPLETED)
         if stream.replaced.done():
-            raise _replaced(stream)
+            raise stream.replaced.result()
         request = read.result()
     finally:
         if not read.done():
@@ -154,10 +191,10 @@ async def _next_request(
     return request if isinstance(request, worker_pb2.ExecuteRequest) else None
 
 
-def _replaced(stream: _Stream) -> ServiceError:
-    return ServiceError(
-        "STALE_EPOCH", f"epoch {stream.replaced.result().epoch} has taken this worker over"
-    )
+def _taken_over(fence: Fence, *, is_newer: bool) -> ServiceError:
+    if is_newer:
+        return ServiceError("STALE_EPOCH", f"epoch {fence.epoch} has taken this worker over")
+    return ServiceError("SESSION_HELD", f"epoch {fence.epoch} goes on over another connection")
 
 
 def _not_ready() -> ServiceError:

@@ -121,3 +121,31 @@ class StepOutput:
     sampled_token_ids: I32
     logprobs: F32
     timings: StepTimings
+
+
+@dataclass(frozen=True)
+class RetainedStep:
+    """What a step had drawn, with the rows it had, for whoever takes its session's place.
+
+    kvmem_boot_id: the life of the memory service it was executed for. The columns are those of
+    StepInput.
+    """
+
+    kvmem_boot_id: str
+    sequence_ids: U64
+    num_input_tokens: I32
+    num_computed_tokens: I32
+    num_samples: I32
+    output: StepOutput
+
+    @classmethod
+    def of(cls, kvmem_boot_id: str, step: StepInput, output: StepOutput) -> RetainedStep:
+        """What is kept of an executed step: not its tables, nor what it was fed."""
+        return cls(
+            kvmem_boot_id,
+            step.sequence_ids,
+            step.num_input_tokens,
+            step.num_computed_tokens,
+            step.num_samples,
+            output,
+        )

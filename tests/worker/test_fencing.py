@@ -35,6 +35,10 @@ def test_epochs_only_grow(fencing):
     assert reason(fencing.check, fence(5)) == "STALE_EPOCH"
 
 
+def test_an_epoch_is_one_sessions(fencing):
+    assert reason(fencing.check, fence(5, session="t")) == "STALE_EPOCH"
+
+
 @pytest.mark.parametrize("worker", ["", "w0", "W1"])
 def test_a_fence_for_another_worker_is_refused(fencing, worker):
     assert reason(fencing.check, fence(9, worker=worker)) == "STALE_BOOT_ID"
@@ -70,3 +74,27 @@ def test_a_memory_service_that_starts_over_counts_steps_from_the_start(fencing):
 def test_a_step_that_waited_while_its_session_ended_is_not_run(fencing):
     fencing.install(fence(6))
     assert reason(fencing.begin_step, fence(5), 1) == "STALE_EPOCH"
+
+
+def test_the_last_step_is_that_of_the_life_asked_about(fencing):
+    assert fencing.last_step_id_of("k1") == 0
+    fencing.begin_step(fence(5), 10)
+    assert fencing.last_step_id_of("k1") == 0  # begun, not executed
+    fencing.end_step(10)
+    assert fencing.last_step_id_of("k1") == 10
+    assert fencing.last_step_id_of("k2") == 0
+    fencing.install(fence(1, kvmem="k2"))
+    assert fencing.last_step_id_of("k2") == 0
+
+
+def test_a_first_step_that_fails_leaves_nothing_of_the_life_before(fencing):
+    fencing.begin_step(fence(5), 10)
+    fencing.end_step(10)
+    fencing.install(fence(1, kvmem="k2"))
+    assert fencing.begin_step(fence(1, kvmem="k2"), 3)  # and fails: it never ends
+    assert fencing.last_step_id_of("k2") == 0
+    assert not fencing.begin_step(fence(1, kvmem="k2"), 3)
+
+
+def test_steps_count_from_one(fencing):
+    assert reason(fencing.begin_step, fence(5), 0) == "STEP_OUT_OF_ORDER"

@@ -1,121 +1,21 @@
-"""The servicer when the model hangs, fails, or is slower than the sessions that use it.
-
-A real gRPC server in this process and a real runner, whose `execute` can be held up or made to
-fail from the test.
-"""
+"""The servicer when the model hangs, fails, or is slower than the sessions that use it."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
-import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from model_worker.serve import SERVICE_NAME, report_health
-from model_worker.servicer import WorkerServicer
-from octavo.service import telemetry
-from octavo.service.server import ServiceHost
-from octavo.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from tests.worker.process import reason_of, request, sampled, start
-from tests.worker.tiny import load_tiny, make_runner
+from model_worker.serve import report_health
+from octavo.v1 import worker_pb2
+from tests.worker.process import reason_of, request, sampled
+from tests.worker.stage import DEADLINE_S, Stage, failure_of
 
-DEADLINE_S = 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Stage:
-    """A servicer on a socket, and a gate in front of its runner."""
-
-    def __init__(self, servicer: WorkerServicer, host: ServiceHost, channel: Any) -> None:
-        self.servicer, self.host = servicer, host
-        self.stub: Any = worker_pb2_grpc.ModelWorkerStub(channel)
-        self.health: Any = health_pb2_grpc.HealthStub(channel)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.began = threading.Event()
-        self.failure: Exception | None = None
-        self.executed: list[int] = []
-
-    def gated(self, execute: Callable) -> Callable:
-        def run(step):
-            self.began.set()
-            assert self.gate.wait(DEADLINE_S)
-            if self.failure is not None:
-                raise self.failure
-            output = execute(step)
-            self.executed.append(step.step_id)
-            return output
-
-        return run
-
-    def fence(self, epoch: int) -> types_pb2.Fence:
-        return types_pb2.Fence(
-            session_id="s", epoch=epoch, kvmem_boot_id="k", worker_boot_id=self.servicer.boot_id
-        )
-
-    def one_token(self, epoch: int, step_id: int) -> worker_pb2.ExecuteRequest:
-        return request(self.fence(epoch), step_id, [(1, 1, 0, [5], 1)], starts=[start(1, [0])])
-
-    async def hold(self) -> None:
-        """From now on steps wait inside the model, until `gate` is set."""
-        self.gate.clear()
-        self.began.clear()
-
-    async def until_epoch(self, epoch: int) -> None:
-        """Wait until the servicer has installed `epoch`."""
-        while (newest := self.servicer.fencing.newest) is None or newest.epoch != epoch:
-            await asyncio.sleep(0.01)
-
-    async def until_began(self) -> None:
-        await asyncio.to_thread(self.began.wait, DEADLINE_S)
-        assert self.began.is_set()
-
-
-@pytest.fixture
-def on_stage(model_folders):
-    """Runs a coroutine function with a Stage."""
-
-    def run(act: Callable[[Stage], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-                address = f"unix:{folder}/w.sock"
-                thread = ThreadPoolExecutor(max_workers=1)
-                servicer = WorkerServicer("boot", thread, telemetry.disabled())
-                host = ServiceHost("worker", address, [SERVICE_NAME])
-                worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, host.server)
-                await host.start()
-                try:
-                    async with grpc.aio.insecure_channel(address) as channel:
-                        stage = Stage(servicer, host, channel)
-                        runner = make_runner(load_tiny(model_folders["llama-gqa"]))
-                        runner.execute = stage.gated(runner.execute)
-                        servicer.set_runner(runner)
-                        try:
-                            await asyncio.wait_for(act(stage), DEADLINE_S)
-                        finally:
-                            stage.gate.set()
-                finally:
-                    await host.server.stop(0)
-                    thread.shutdown()
-
-        asyncio.run(main())
-
-    return run
-
-
-async def failure_of(call) -> str:
-    """The reason the stream ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    return reason_of(caught.value)
 
 
 def test_a_bug_in_the_forward_ends_the_stream_and_not_the_process(on_stage):
@@ -183,7 +83,7 @@ def test_an_adopter_waits_for_the_step_in_flight_and_its_holder_is_told(on_stage
         assert (await new.read()).step_id == 2
         assert stage.executed == [1, 2]
         assert await failure_of(old) == "STALE_EPOCH"
-        assert [output.step_id for output in stage.servicer.retained_outputs] == [1]
+        assert [kept.output.step_id for kept in stage.servicer.retained] == [1]
 
     on_stage(act)
 
@@ -196,11 +96,11 @@ def test_the_result_of_a_step_whose_client_vanished_is_kept(on_stage):
         await stage.until_began()
         call.cancel()
         stage.gate.set()
-        while not stage.servicer.retained_outputs:
+        while not stage.servicer.retained:
             await asyncio.sleep(0.01)
-        (kept,) = stage.servicer.retained_outputs
-        assert kept.step_id == 7
-        assert kept.sampled_token_ids.size == 1
+        (kept,) = stage.servicer.retained
+        assert kept.output.step_id == 7
+        assert kept.output.sampled_token_ids.size == 1
 
     on_stage(act)
 
