@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import types_pb2 as octavo_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x8b\x01\n\nAttachment\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x15\n\rdetach_ttl_ms\x18\x02 \x01(\r\x12.\n\x08received\x18\x03 \x03(\x0b\x32\x1c.octavo.v1.ReceivedCandidate\x12\x17\n\ndrawn_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_drawn_seed\"\x81\x01\n\x11ReceivedCandidate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1a\n\x12\x63umulative_logprob\x18\x04 \x01(\x01\"\xd6\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12)\n\x06params\x18\x05 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x06 \x01(\x0b\x32\x15.octavo.v1.AttachmentB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb0\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12)\n\x06params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x05 \x01(\x0b\x32\x15.octavo.v1.Attachment\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"w\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x19.octavo.v1.CandidateDelta\"\xc7\x01\n\x0e\x43\x61ndidateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x07 \x01(\x01\x42\t\n\x07matched\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.octavo.v1.ChatInputH\x00\x42\x07\n\x05input\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\xc3\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12)\n\x08geometry\x18\x06 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x19\n\x11\x61ttention_backend\x18\x07 \x01(\t\"\x15\n\x13ListRequestsRequest\"@\n\x11ListRequestsReply\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.octavo.v1.RequestSummary\"\x82\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_candidates\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r2\x99\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12:\n\x04\x43hat\x12\x16.octavo.v1.ChatRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12@\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x18.octavo.v1.TokenizeReply\x12\x37\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x15.octavo.v1.AbortReply\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.ModelDescription\x12L\n\x0cListRequests\x12\x1e.octavo.v1.ListRequestsRequest\x1a\x1c.octavo.v1.ListRequestsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x8b\x01\n\nAttachment\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x15\n\rdetach_ttl_ms\x18\x02 \x01(\r\x12.\n\x08received\x18\x03 \x03(\x0b\x32\x1c.octavo.v1.ReceivedCandidate\x12\x17\n\ndrawn_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_drawn_seed\"\x81\x01\n\x11ReceivedCandidate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1a\n\x12\x63umulative_logprob\x18\x04 \x01(\x01\"\xd6\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12)\n\x06params\x18\x05 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x06 \x01(\x0b\x32\x15.octavo.v1.AttachmentB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb0\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12)\n\x06params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x05 \x01(\x0b\x32\x15.octavo.v1.Attachment\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"w\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x19.octavo.v1.CandidateDelta\"\xf3\x01\n\x0e\x43\x61ndidateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x07 \x01(\x01\x12\x19\n\x0ctoken_offset\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07matchedB\x0f\n\r_token_offset\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.octavo.v1.ChatInputH\x00\x42\x07\n\x05input\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"9\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattach_secret\x18\x02 \x01(\x0c\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\xc3\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12)\n\x08geometry\x18\x06 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x19\n\x11\x61ttention_backend\x18\x07 \x01(\t\"\x15\n\x13ListRequestsRequest\"@\n\x11ListRequestsReply\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.octavo.v1.RequestSummary\"\x82\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_candidates\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r2\x99\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12:\n\x04\x43hat\x12\x16.octavo.v1.ChatRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12@\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x18.octavo.v1.TokenizeReply\x12\x37\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x15.octavo.v1.AbortReply\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.ModelDescription\x12L\n\x0cListRequests\x12\x1e.octavo.v1.ListRequestsRequest\x1a\x1c.octavo.v1.ListRequestsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,27 +47,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREPLY']._serialized_start=804
   _globals['_GENERATEREPLY']._serialized_end=923
   _globals['_CANDIDATEDELTA']._serialized_start=926
-  _globals['_CANDIDATEDELTA']._serialized_end=1125
-  _globals['_TOKENIZEREQUEST']._serialized_start=1127
-  _globals['_TOKENIZEREQUEST']._serialized_end=1207
-  _globals['_CHATINPUT']._serialized_start=1209
-  _globals['_CHATINPUT']._serialized_end=1262
-  _globals['_TOKENIZEREPLY']._serialized_start=1264
-  _globals['_TOKENIZEREPLY']._serialized_end=1298
-  _globals['_ABORTREQUEST']._serialized_start=1300
-  _globals['_ABORTREQUEST']._serialized_end=1334
-  _globals['_ABORTREPLY']._serialized_start=1336
-  _globals['_ABORTREPLY']._serialized_end=1365
-  _globals['_GETMODELREQUEST']._serialized_start=1367
-  _globals['_GETMODELREQUEST']._serialized_end=1384
-  _globals['_MODELDESCRIPTION']._serialized_start=1387
-  _globals['_MODELDESCRIPTION']._serialized_end=1582
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1584
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1605
-  _globals['_LISTREQUESTSREPLY']._serialized_start=1607
-  _globals['_LISTREQUESTSREPLY']._serialized_end=1671
-  _globals['_REQUESTSUMMARY']._serialized_start=1674
-  _globals['_REQUESTSUMMARY']._serialized_end=1804
-  _globals['_INFERENCE']._serialized_start=1807
-  _globals['_INFERENCE']._serialized_end=2216
+  _globals['_CANDIDATEDELTA']._serialized_end=1169
+  _globals['_TOKENIZEREQUEST']._serialized_start=1171
+  _globals['_TOKENIZEREQUEST']._serialized_end=1251
+  _globals['_CHATINPUT']._serialized_start=1253
+  _globals['_CHATINPUT']._serialized_end=1306
+  _globals['_TOKENIZEREPLY']._serialized_start=1308
+  _globals['_TOKENIZEREPLY']._serialized_end=1342
+  _globals['_ABORTREQUEST']._serialized_start=1344
+  _globals['_ABORTREQUEST']._serialized_end=1401
+  _globals['_ABORTREPLY']._serialized_start=1403
+  _globals['_ABORTREPLY']._serialized_end=1432
+  _globals['_GETMODELREQUEST']._serialized_start=1434
+  _globals['_GETMODELREQUEST']._serialized_end=1451
+  _globals['_MODELDESCRIPTION']._serialized_start=1454
+  _globals['_MODELDESCRIPTION']._serialized_end=1649
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1651
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1672
+  _globals['_LISTREQUESTSREPLY']._serialized_start=1674
+  _globals['_LISTREQUESTSREPLY']._serialized_end=1738
+  _globals['_REQUESTSUMMARY']._serialized_start=1741
+  _globals['_REQUESTSUMMARY']._serialized_end=1871
+  _globals['_INFERENCE']._serialized_start=1874
+  _globals['_INFERENCE']._serialized_end=2283
 # @@protoc_insertion_point(module_scope)
