@@ -29,6 +29,7 @@ import typer
 import uvloop
 
 from kvmem_svc.core import batch as b
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.memory import KvMemory
 from octavo.service.columns import I32, U64, pack, unpack
 from octavo.service.server import CHANNEL_OPTIONS
@@ -98,16 +99,19 @@ class CoreBench:
 
     def __init__(self, num_blocks: int) -> None:
         self.memory = KvMemory("bench", max_sequences=4096)
-        self.memory.open_session("bench", 0, held_by_stream=True)
+        self.gatekeeper = Gatekeeper(self.memory)
+        session = self.gatekeeper.open_session("bench", 0)
         geometry = b.PoolGeometry(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
-        self.memory.attach_pool(self.memory.ledger.fence(), "worker", geometry, 0)
+        bare = b.Fence(session.session_id, session.epoch, "bench")
+        self.gatekeeper.attach_pool(bare, "worker", geometry, 0)
         self.fence = self.memory.ledger.fence()
         self.batch_seq = 0
 
     def apply(self, *ops: b.Op) -> b.BatchResult:
         self.batch_seq += 1
         seq = self.batch_seq
-        result = self.memory.apply(b.Batch(self.fence, seq, seq, seq - 1, ops, b"digest"), 0)
+        batch = b.Batch(self.fence, seq, seq, seq - 1, ops, b"digest")
+        result = self.gatekeeper.apply(batch, 0)
         assert all(one.status == b.OpStatus.OK for one in result.results), result.results
         return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvmem_svc.core import batch as kv
-from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from scheduler_svc.core import ops
 
 
@@ -81,10 +81,10 @@ def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
 
 
 def apply_batch(
-    memory: KvMemory, batch: ops.Batch, fence: kv.Fence, now_ms: int
+    gatekeeper: Gatekeeper, batch: ops.Batch, fence: kv.Fence, now_ms: int
 ) -> ops.BatchResult:
     """Carry a scheduler's batch out on a memory core."""
-    result = memory.apply(
+    result = gatekeeper.apply(
         kv.Batch(
             fence,
             batch.batch_seq,

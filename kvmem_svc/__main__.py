@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import structlog
 import typer
 
+from kvmem_svc.core.gatekeeper import Gatekeeper
+from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.ports import Journal
 from kvmem_svc.servicer import KvMemoryServicer
 from octavo.service import logs, telemetry
 from octavo.service.server import AddressError, ServiceHost, run
@@ -18,10 +24,12 @@ from octavo.v1 import kvmem_pb2, kvmem_pb2_grpc
 log = structlog.get_logger()
 
 SERVICE_NAME = kvmem_pb2.DESCRIPTOR.services_by_name["KvMemory"].full_name
+TIMES = LeaseTimes()
+HOUR_MS = 3_600_000
 app = typer.Typer(add_completion=False)
 
 
-async def serve(address: str, memory: KvMemory) -> bool:
+async def serve(address: str, gatekeeper: Gatekeeper, journal: Journal | None) -> bool:
     """Serve until told to stop; False when a bug ended it."""
     tracing = telemetry.setup("octavo-kvmem")
     host = ServiceHost("kvmem", address, [SERVICE_NAME])
@@ -32,11 +40,19 @@ async def serve(address: str, memory: KvMemory) -> bool:
         bugs.append(bug)
         host.stopping.set()
 
-    servicer = KvMemoryServicer(memory, tracing, stop_on_bug)
+    servicer = KvMemoryServicer(
+        gatekeeper, tracing, stop_on_bug, journal=journal, on_serving=host.set_serving
+    )
     kvmem_pb2_grpc.add_KvMemoryServicer_to_server(servicer, host.server)
     await host.start()
+    ticking = asyncio.create_task(servicer.keep_ticking())
     await host.set_serving(True)
     await host.run_until_stopped(servicer.drain)
+    ticking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await ticking
+    if journal is not None:
+        journal.close()
     tracing.shutdown()
     return not bugs
 
@@ -54,35 +70,76 @@ def main(
         typer.Option(
             envvar="OCTAVO_KVMEM_LEASE_TTL_MS",
             min=100,
-            max=3_600_000,
-            help="Silence after which a session of unary calls ends.",
+            max=HOUR_MS,
+            help="Silence after which a session may be taken over.",
         ),
-    ] = 5_000,
+    ] = TIMES.lease_ttl_ms,
     resume_grace_ms: Annotated[
         int,
         typer.Option(
             envvar="OCTAVO_KVMEM_RESUME_GRACE_MS",
             min=0,
-            max=600_000,
-            help="How long a session may be resumed after its stream broke.",
+            max=HOUR_MS,
+            help="How long a session waits for its holder after its stream broke.",
         ),
-    ] = 1_000,
+    ] = TIMES.resume_grace_ms,
+    recovery_grace_ms: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_RECOVERY_GRACE_MS",
+            min=0,
+            max=HOUR_MS,
+            help="The same after this service has recovered from its journal.",
+        ),
+    ] = TIMES.recovery_grace_ms,
+    orphan_ttl_ms: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_ORPHAN_TTL_MS",
+            min=0,
+            max=24 * HOUR_MS,
+            help="How long live sequences are kept while there is no session.",
+        ),
+    ] = TIMES.orphan_ttl_ms,
+    result_ttl_ms: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_RESULT_TTL_MS",
+            min=0,
+            max=24 * HOUR_MS,
+            help="The same for results that nobody has confirmed.",
+        ),
+    ] = TIMES.result_ttl_ms,
+    journal: Annotated[
+        str,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_JOURNAL",
+            help="The folder of the journal, or none: then the state dies with the process.",
+        ),
+    ] = "none",
+    discard_damaged_journal: Annotated[
+        bool,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_DISCARD_DAMAGED_JOURNAL",
+            help="Set a damaged journal aside and begin a new one.",
+        ),
+    ] = False,
     log_level: Annotated[str, typer.Option(envvar="OCTAVO_KVMEM_LOG_LEVEL")] = "info",
 ) -> None:
     """The KV memory service: owner of every KV block and of every sequence that uses one."""
     logs.setup("octavo-kvmem", level=log_level)
-    memory = KvMemory(
-        # Random, so that no fence of a former process fits this one.
-        secrets.token_hex(8),
-        max_sequences=max_sequences,
-        lease_ttl_ms=lease_ttl_ms,
-        resume_grace_ms=resume_grace_ms,
+    times = LeaseTimes(
+        lease_ttl_ms, resume_grace_ms, recovery_grace_ms, orphan_ttl_ms, result_ttl_ms
+    )
+    memory, opened_journal, recovered = _memory_and_journal(
+        journal, max_sequences, discard_damaged=discard_damaged_journal
     )
     clean = True
 
     async def serving() -> None:
         nonlocal clean
-        clean = await serve(address, memory)
+        gatekeeper = Gatekeeper(memory, times, recovered=recovered)
+        clean = await serve(address, gatekeeper, opened_journal)
 
     try:
         run(serving())
@@ -90,6 +147,37 @@ def main(
         log.error("cannot start", error=str(error))
         sys.exit(2)
     sys.exit(0 if clean else 1)
+
+
+def _memory_and_journal(
+    journal: str, max_sequences: int, *, discard_damaged: bool
+) -> tuple[KvMemory, Journal | None, bool]:
+    """The memory to serve, its journal, and whether it was recovered from that.
+
+    Ends the process with code 3 when the journal cannot be used.
+    """
+    if journal == "none":
+        return KvMemory(_new_boot_id(), max_sequences=max_sequences), None, False
+    # A service without a journal needs nothing of it.
+    from kvmem_svc.journal.errors import JournalError
+    from kvmem_svc.journal.recover import recover
+
+    try:
+        memory, opened, report = recover(
+            Path(journal),
+            _new_boot_id,
+            max_sequences=max_sequences,
+            discard_damaged=discard_damaged,
+        )
+    except JournalError as error:
+        log.error("cannot start", error=str(error))
+        sys.exit(3)
+    return memory, opened, report.recovered
+
+
+def _new_boot_id() -> str:
+    """Random, so that no fence of a former life fits this one."""
+    return secrets.token_hex(8)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.errors import InvalidBatch
 from kvmem_svc.core.memory import PoolStats
-from kvmem_svc.core.views import SequenceView
-from octavo.service.columns import I32, U64, ColumnError, unpack
+from kvmem_svc.core.mutations import PendingCopy, PoolConfirmed, Reply
+from kvmem_svc.core.session import SessionLedger
+from kvmem_svc.core.views import AdoptedRequest, AdoptedSequence, SequenceView
+from octavo.service.columns import I32, U64, ColumnError, pack, unpack
 from octavo.v1 import kvmem_pb2 as pb
 from octavo.v1 import types_pb2
 
@@ -38,20 +41,22 @@ def geometry_from_pb(geometry: types_pb2.PoolGeometry) -> b.PoolGeometry:
 
 def batch_from_pb(batch: pb.Batch) -> b.Batch:
     """Raises InvalidBatch for an empty op, an unknown one or a broken column."""
-    step = batch.step
+    encoded = batch.step.SerializeToString(deterministic=True)
+    return _batch(fence_from_pb(batch.fence), batch.batch_seq, batch.step, encoded)
+
+
+def batch_from_encoded(fence: b.Fence, batch_seq: int, encoded: bytes) -> b.Batch:
+    """The batch whose `encoded` was kept. Raises InvalidBatch, and DecodeError for other bytes."""
+    return _batch(fence, batch_seq, pb.StepOps.FromString(encoded), encoded)
+
+
+def _batch(fence: b.Fence, batch_seq: int, step: pb.StepOps, encoded: bytes) -> b.Batch:
     try:
         ops = [_op_from_pb(op) for op in step.ops]
     except ColumnError as error:
         raise InvalidBatch(str(error)) from error
-    digest = blake2b(step.SerializeToString(deterministic=True), digest_size=DIGEST_BYTES).digest()
-    return b.Batch(
-        fence_from_pb(batch.fence),
-        batch.batch_seq,
-        step.step_id,
-        step.acknowledged_step,
-        ops,
-        digest,
-    )
+    digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+    return b.Batch(fence, batch_seq, step.step_id, step.acknowledged_step, ops, digest, encoded)
 
 
 def _op_from_pb(op: pb.Op) -> b.Op:
@@ -69,6 +74,15 @@ def _arrive(op: pb.Arrive) -> b.Arrive:
         op.tenant,
         op.request_spec,
         op.request_digest,
+        [
+            b.ArrivingCandidate(
+                one.candidate,
+                unpack(one.output_token_ids, I32, "arrive.candidates.output_token_ids"),
+                one.finish_reason,
+                one.scheduler_state,
+            )
+            for one in op.candidates
+        ],
     )
 
 
@@ -88,6 +102,7 @@ def _commit(op: pb.Commit) -> b.Commit:
         unpack(op.num_computed_tokens, I32, "commit.num_computed_tokens"),
         unpack(op.num_tokens, I32, "commit.num_tokens"),
         [(s.sequence_id, s.scheduler_state) for s in op.states],
+        unpack(op.state_words, U64, "commit.state_words"),
     )
 
 
@@ -104,7 +119,12 @@ def _append(op: pb.Append) -> b.Append:
 
 
 def _fork(op: pb.Fork) -> b.Fork:
-    return b.Fork(op.sequence_id, op.num_children, np.array(op.token_ids, np.int32))
+    return b.Fork(
+        op.sequence_id,
+        op.num_children,
+        np.array(op.token_ids, np.int32),
+        unpack(op.state_words, U64, "fork.state_words"),
+    )
 
 
 _OP_FROM_PB: Mapping[str, Callable[[Any], b.Op]] = {
@@ -171,14 +191,27 @@ def result_to_pb(result: b.BatchResult) -> pb.BatchResult:
     return message
 
 
+def reply_digest(reply: Reply) -> int:
+    """CRC32C of a reply: a replay that leads to another one has diverged."""
+    if isinstance(reply, b.BatchResult):
+        return encoded_digest(result_to_pb(reply))
+    return google_crc32c.value(repr(reply).encode())
+
+
+def encoded_digest(result: pb.BatchResult) -> int:
+    """CRC32C of a BatchResult as it is sent."""
+    return google_crc32c.value(result.SerializeToString(deterministic=True))
+
+
 def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
     message = pb.OpResult(status=pb.OpStatus.Name(result.status), message=result.message)
     match result.value:
         case None:
             pass
-        case b.Arrived(sequence_id, arrival_number):
+        case b.Arrived(sequence_id, arrival_number, candidate_sequence_ids):
             message.arrived.sequence_id = sequence_id
             message.arrived.arrival_number = arrival_number
+            message.arrived.candidate_sequence_ids.extend(candidate_sequence_ids)
         case b.Admitted(tables):
             message.admitted.SetInParent()
             for table in tables:
@@ -194,6 +227,49 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
         case b.Reserved(failed_groups):
             message.reserved.failed_groups = failed_groups.tobytes()
     return message
+
+
+def pool_confirmed_to_pb(
+    confirmed: PoolConfirmed, fence: b.Fence, levels: b.PoolLevels
+) -> pb.AttachPoolReply:
+    copies: tuple[PendingCopy, ...] = confirmed.pending_copies
+    return pb.AttachPoolReply(
+        fence=fence_to_pb(fence),
+        levels=levels_to_pb(levels),
+        is_new_pool=confirmed.is_new_pool,
+        pending_copies=types_pb2.BlockCopies(
+            src_block_ids=pack([one.src_block_id for one in copies], I32),
+            dst_block_ids=pack([one.dst_block_id for one in copies], I32),
+        ),
+        pending_copy_sequence_ids=pack([one.sequence_id for one in copies], U64),
+    )
+
+
+def adopted_to_pb(request: AdoptedRequest) -> pb.AdoptedRequest:
+    return pb.AdoptedRequest(
+        request_id=request.request_id,
+        arrival_number=request.arrival_number,
+        num_candidates=request.num_candidates,
+        prompt_token_ids=pack(request.prompt_token_ids, I32),
+        tenant=request.tenant,
+        request_spec=request.request_spec,
+        request_digest=request.request_digest,
+        sequences=map(_adopted_sequence_to_pb, request.sequences),
+    )
+
+
+def _adopted_sequence_to_pb(sequence: AdoptedSequence) -> pb.AdoptedSequence:
+    return pb.AdoptedSequence(
+        sequence_id=sequence.sequence_id,
+        candidate=sequence.candidate,
+        status=pb.SequenceStatus.Name(sequence.status),
+        output_token_ids=pack(sequence.output_token_ids, I32),
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=pack(sequence.block_ids, I32),
+        table_version=sequence.table_version,
+        finish_reason=types_pb2.FinishReason.Name(sequence.finish_reason),
+        scheduler_state=sequence.scheduler_state,
+    )
 
 
 def view_to_pb(view: SequenceView) -> pb.SequenceView:
@@ -212,7 +288,8 @@ def view_to_pb(view: SequenceView) -> pb.SequenceView:
     )
 
 
-def stats_to_pb(stats: PoolStats, kvmem_boot_id: str, worker_boot_id: str) -> pb.PoolStats:
+def stats_to_pb(stats: PoolStats, ledger: SessionLedger) -> pb.PoolStats:
+    session = ledger.session
     return pb.PoolStats(
         geometry=geometry_to_pb(stats.geometry) if stats.geometry else None,
         levels=levels_to_pb(stats.levels),
@@ -224,6 +301,12 @@ def stats_to_pb(stats: PoolStats, kvmem_boot_id: str, worker_boot_id: str) -> pb
         num_copies_on_write=stats.num_copies_on_write,
         num_preemptions=stats.num_preemptions,
         num_batches=stats.num_batches,
-        kvmem_boot_id=kvmem_boot_id,
-        worker_boot_id=worker_boot_id,
+        kvmem_boot_id=ledger.kvmem_boot_id,
+        worker_boot_id=ledger.worker_boot_id,
+        holder=session.holder if session is not None else "",
+        holder_address=session.holder_address if session is not None else "",
+        epoch=ledger.epoch,
+        num_finished_sequences=stats.num_finished_sequences,
+        num_expired_requests=stats.num_expired_requests,
+        num_pending_copies=stats.num_pending_copies,
     )

@@ -2,14 +2,15 @@
 
 One event loop owns the core, so calls reach it one at a time and in order. A mistake of the
 caller ends its call with a reason; a bug in the core ends the process, since its books can no
-longer be trusted.
+longer be trusted. Every mutation is journalled after the core carried it out and before it is
+answered; while that cannot be done nothing is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import grpc.aio
@@ -18,10 +19,11 @@ import structlog
 from kvmem_svc import convert
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.errors import KvMemoryError
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.limits import MAX_OPS_PER_BATCH
-from kvmem_svc.core.memory import KvMemory
-from kvmem_svc.core.session import Session
+from kvmem_svc.core.mutations import Mutation, Reply, Session
 from kvmem_svc.core.views import sequence_views
+from kvmem_svc.ports import Journal, NullJournal
 from kvmem_svc.traces import BatchTrace, BatchTracer
 from kvmem_svc.watchers import Watchers
 from octavo.service.errors import ServiceError, abort
@@ -35,7 +37,13 @@ T = TypeVar("T")
 DEFAULT_VIEWED_SEQUENCES = 1024
 MAX_VIEWED_SEQUENCES = 65_536
 
+# How often time is looked at: well below what one look may add to it.
+TICK_S = 0.1
+
 DRAINING = ServiceError("DRAINING", "the memory service is shutting down", retry_after_ms=500)
+JOURNAL_FAILED = ServiceError(
+    "JOURNAL_FAILED", "the journal cannot be written at the moment", retry_after_ms=100
+)
 
 
 def monotonic_ms() -> int:
@@ -44,24 +52,38 @@ def monotonic_ms() -> int:
 
 
 class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
-    """`on_bug` is called once with what broke; the process is then to end."""
+    """`on_bug` is called once with what broke; the process is then to end.
+
+    `on_serving` is told whether mutations can be acknowledged, whenever that changes.
+    """
 
     def __init__(
         self,
-        memory: KvMemory,
+        gatekeeper: Gatekeeper,
         telemetry: Telemetry,
         on_bug: Callable[[Exception], None],
+        *,
+        journal: Journal | None = None,
+        on_serving: Callable[[bool], Awaitable[None]] | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
-        self._memory = memory
-        self._tracer = BatchTracer(telemetry, memory)
+        self._gatekeeper = gatekeeper
+        self._memory = gatekeeper.memory
+        self._tracer = BatchTracer(telemetry, gatekeeper.memory)
         self._on_bug = on_bug
+        self._journal: Journal = journal or NullJournal()
+        if journal is not None:
+            gatekeeper.on_mutation = self._record
+        self._on_serving = on_serving
         self._now_ms = now_ms
         self._watchers = Watchers()
         self._draining = False
+        self._is_serving = True
         # The handler of the stream that holds the session, and why it was cancelled by us.
         self._stream: asyncio.Task[None] | None = None
         self._ended_by_us: dict[asyncio.Task[None], ServiceError] = {}
+        # The newest result converted, and what it became: needed by the journal and the reply.
+        self._converted: tuple[b.BatchResult, pb.BatchResult] | None = None
 
     async def drain(self) -> None:
         """Refuse what is new, and end the session's stream and all watchers with DRAINING."""
@@ -69,6 +91,56 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         self._watchers.end_all(DRAINING)
         if self._stream is not None:
             self._end_stream(self._stream, DRAINING)
+
+    # --- time --------------------------------------------------------------------------
+
+    async def keep_ticking(self) -> None:
+        """Let time go on for leases and TTLs, and try a journal that failed again; for ever."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            healthy = self._journal.healthy or self._journal.flush_pending()
+            if healthy != self._is_serving:
+                self._is_serving = healthy
+                log.warning("the journal works again" if healthy else "the journal failed")
+                if self._on_serving is not None and not self._draining:
+                    await self._on_serving(healthy)
+            if healthy and not self._draining:
+                self._expire()
+
+    def _expire(self) -> None:
+        try:
+            request_ids = self._guarded(lambda: self._gatekeeper.tick(self._now_ms()))
+        except ServiceError:  # a bug, told already: the process is about to end
+            return
+        if request_ids:
+            log.warning("nobody came for requests: expired", num_requests=len(request_ids))
+            self._tracer.forget(request_ids)
+            self._publish_snapshot()
+
+    # --- the journal -------------------------------------------------------------------
+
+    def _record(self, mutation: Mutation, reply: Reply) -> None:
+        if isinstance(reply, b.BatchResult):
+            digest = convert.encoded_digest(self._result_to_pb(reply))
+        else:
+            digest = convert.reply_digest(reply)
+        self._journal.append(mutation, digest)
+
+    def _result_to_pb(self, result: b.BatchResult) -> pb.BatchResult:
+        if self._converted is None or self._converted[0] is not result:
+            self._converted = result, convert.result_to_pb(result)
+        return self._converted[1]
+
+    def _check_accepting(self) -> None:
+        """Before anything is done. Raises ServiceError."""
+        if self._draining:
+            raise DRAINING
+        self._check_journalled()
+
+    def _check_journalled(self) -> None:
+        """Before a mutation is acknowledged. Raises ServiceError."""
+        if not self._journal.healthy:
+            raise JOURNAL_FAILED
 
     # --- the session stream ------------------------------------------------------------
 
@@ -84,10 +156,10 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             first = await context.read()
             if not isinstance(first, pb.SessionRequest) or not first.HasField("open"):
                 raise ServiceError("INVALID_BATCH", "the first message of a session opens it")
-            session = self._open(first.open, held_by_stream=True)
+            session = self._open(first.open)
             self._stream = task
             await context.write(pb.SessionReply(opened=self._opened()))
-            await self._serve_batches(context)
+            await self._serve_batches(session, context)
         except asyncio.CancelledError:
             error = self._ended_by_us.pop(task, None)
             if error is None:
@@ -101,41 +173,61 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             if session is not None and self._stream is task:
                 # Whether the holder is done or its stream broke cannot be told apart in time.
                 self._stream = None
-                self._memory.ledger.release(session.session_id, self._now_ms())
+                self._gatekeeper.release_session(session, self._now_ms())
                 log.info("session stream ended", session_id=session.session_id)
 
-    async def _serve_batches(self, context: grpc.aio.ServicerContext) -> None:
+    async def _serve_batches(self, session: Session, context: grpc.aio.ServicerContext) -> None:
         while isinstance(request := await context.read(), pb.SessionRequest):
-            if not request.HasField("batch"):
-                raise ServiceError("INVALID_BATCH", "a session is opened by its first message only")
-            await context.write(pb.SessionReply(result=self._apply(request.batch)))
+            match request.WhichOneof("message"):
+                case "batch":
+                    await context.write(pb.SessionReply(result=self._apply(request.batch)))
+                case "heartbeat":
+                    self._gatekeeper.heartbeat(session, self._now_ms())
+                case _:
+                    raise ServiceError(
+                        "INVALID_BATCH", "a session is opened by its first message only"
+                    )
 
     def _end_stream(self, task: asyncio.Task[None], error: ServiceError) -> None:
         self._ended_by_us[task] = error
         task.cancel()
 
-    def _open(self, request: pb.OpenSessionRequest, *, held_by_stream: bool) -> Session:
-        self._refuse_when_draining()
-        memory, now_ms = self._memory, self._now_ms()
+    def _let_go_of_stream(self, reason: str, message: str) -> None:
+        """End the stream that held the session until now."""
+        if self._stream is not None:
+            self._end_stream(self._stream, ServiceError(reason, message))
+            self._stream = None
+
+    def _open(self, request: pb.OpenSessionRequest) -> Session:
+        """Open or resume a session. Raises KvMemoryError, ServiceError."""
+        self._check_accepting()
+        gatekeeper, now_ms = self._gatekeeper, self._now_ms()
         if request.HasField("resume"):
-            session = memory.resume_session(
-                convert.fence_from_pb(request.resume),
-                request.last_result_batch_seq,
-                now_ms,
-                held_by_stream=held_by_stream,
+            session = gatekeeper.resume_session(
+                convert.fence_from_pb(request.resume), request.last_result_batch_seq, now_ms
             )
-            if self._stream is not None:
-                error = ServiceError("UNKNOWN_SESSION", "the session went on elsewhere")
-                self._end_stream(self._stream, error)
-                self._stream = None
-            log.info("session resumed", session_id=session.session_id)
+            self._let_go_of_stream("UNKNOWN_SESSION", "the session went on elsewhere")
+            log.info("session resumed", session_id=session.session_id, holder=session.holder)
             return session
+        former = self._memory.ledger.session
         session = self._guarded(
-            lambda: memory.open_session(request.holder, now_ms, held_by_stream=held_by_stream)
+            lambda: gatekeeper.open_session(request.holder, now_ms, request.holder_address)
         )
-        self._tracer.forget_all()
+        self._let_go_of_stream("STALE_EPOCH", f"session {session.session_id} took over")
         self._publish_snapshot()
-        log.info("session opened", session_id=session.session_id, holder=request.holder)
+        log.info(
+            "session opened",
+            session_id=session.session_id,
+            holder=session.holder,
+            holder_address=session.holder_address,
+            taken_over_from=former.holder if former is not None else None,
+            num_requests=len(self._memory.manager.requests) if self._memory.manager else 0,
+        )
+        try:
+            self._check_journalled()
+        except ServiceError:
+            gatekeeper.abandon_session(session)
+            raise
         return session
 
     def _opened(self) -> pb.SessionOpened:
@@ -144,10 +236,11 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         return pb.SessionOpened(
             fence=convert.fence_to_pb(ledger.fence()),
             next_batch_seq=ledger.next_batch_seq,
-            lease_ttl_ms=ledger.lease_ttl_ms,
+            lease_ttl_ms=self._gatekeeper.leases.times.lease_ttl_ms,
             geometry=geometry,
             max_ops_per_batch=MAX_OPS_PER_BATCH,
             last_step_id=memory.last_step_id,
+            mutations_open=self._gatekeeper.mutations_open,
         )
 
     # --- unary twins -------------------------------------------------------------------
@@ -156,7 +249,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         self, request: pb.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> pb.SessionOpened:
         try:
-            self._open(request, held_by_stream=False)
+            self._open(request)
             return self._opened()
         except (KvMemoryError, ServiceError) as error:
             await abort(context, _service_error(error))
@@ -171,58 +264,86 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         self, request: pb.CloseSessionRequest, context: grpc.aio.ServicerContext
     ) -> pb.CloseSessionReply:
         try:
-            self._memory.close_session(convert.fence_from_pb(request.fence), self._now_ms())
-        except KvMemoryError as error:
+            self._check_accepting()
+            fence = convert.fence_from_pb(request.fence)
+            self._guarded(lambda: self._gatekeeper.close_session(fence, self._now_ms()))
+            self._let_go_of_stream("UNKNOWN_SESSION", "the session was closed")
+            log.info("session closed", session_id=request.fence.session_id)
+            self._check_journalled()
+        except (KvMemoryError, ServiceError) as error:
             await abort(context, _service_error(error))
-        log.info("session closed", session_id=request.fence.session_id)
         return pb.CloseSessionReply()
 
     async def AttachPool(
         self, request: pb.AttachPoolRequest, context: grpc.aio.ServicerContext
     ) -> pb.AttachPoolReply:
         try:
-            self._refuse_when_draining()
-            fence = convert.fence_from_pb(request.fence)
-            geometry = convert.geometry_from_pb(request.geometry)
-            is_new = self._guarded(
-                lambda: self._memory.attach_pool(
-                    fence, request.worker_boot_id, geometry, self._now_ms()
-                )
-            )
+            return self._attach_pool(request)
         except (KvMemoryError, ServiceError) as error:
             await abort(context, _service_error(error))
-        if is_new:
-            log.info(
-                "pool attached",
-                worker_boot_id=request.worker_boot_id,
-                num_blocks=geometry.num_blocks,
-                block_size=geometry.block_size,
+
+    def _attach_pool(self, request: pb.AttachPoolRequest) -> pb.AttachPoolReply:
+        self._check_accepting()
+        geometry = convert.geometry_from_pb(request.geometry)
+        confirmed = self._guarded(
+            lambda: self._gatekeeper.attach_pool(
+                convert.fence_from_pb(request.fence),
+                request.worker_boot_id,
+                geometry,
+                self._now_ms(),
+                request.last_executed_step,
             )
-            self._publish_snapshot()
-        return pb.AttachPoolReply(
-            fence=convert.fence_to_pb(self._memory.ledger.fence()),
-            levels=convert.levels_to_pb(self._memory.levels()),
         )
+        log.info(
+            "pool attached",
+            worker_boot_id=request.worker_boot_id,
+            is_new_pool=confirmed.is_new_pool,
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            last_executed_step=request.last_executed_step,
+            num_pending_copies=len(confirmed.pending_copies),
+        )
+        if confirmed.is_new_pool:
+            self._publish_snapshot()
+        self._check_journalled()
+        memory = self._memory
+        return convert.pool_confirmed_to_pb(confirmed, memory.ledger.fence(), memory.levels())
+
+    async def AdoptSequences(
+        self, request: pb.AdoptSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            self._check_accepting()
+            fence = convert.fence_from_pb(request.fence)
+            adopted = self._gatekeeper.adopt(fence, self._now_ms())
+            log.info("requests adopted", session_id=fence.session_id, num_requests=len(adopted))
+            for one in adopted:
+                self._memory.ledger.check_mutation(fence)  # while it streams, another may open
+                await context.write(convert.adopted_to_pb(one))
+        except (KvMemoryError, ServiceError) as error:
+            await abort(context, _service_error(error))
 
     # --- batches -----------------------------------------------------------------------
 
     def _apply(self, request: pb.Batch) -> pb.BatchResult:
         """Apply one batch, and tell watchers and traces. Raises KvMemoryError, ServiceError."""
-        self._refuse_when_draining()
+        self._check_accepting()
         memory = self._memory
         num_batches = memory.num_batches
         batch = convert.batch_from_pb(request)
         trace = self._begin_trace(batch, request) if self._tracer.enabled else None
         now_ms = self._now_ms()
-        result = self._guarded(lambda: memory.apply(batch, now_ms))
-        reply = convert.result_to_pb(result)
-        if memory.num_batches == num_batches:  # sent again: told already
-            return reply
-        if trace is not None:
-            self._tracer.end(trace, result)
-        if self._watchers:
-            applied = pb.AppliedBatch(batch_seq=request.batch_seq, step=request.step, result=reply)
-            self._watchers.publish(pb.WatchEvent(applied=applied))
+        result = self._guarded(lambda: self._gatekeeper.apply(batch, now_ms))
+        reply = self._result_to_pb(result)
+        if memory.num_batches != num_batches:  # else sent again: told already
+            if trace is not None:
+                self._tracer.end(trace, result)
+            if self._watchers:
+                applied = pb.AppliedBatch(
+                    batch_seq=request.batch_seq, step=request.step, result=reply
+                )
+                self._watchers.publish(pb.WatchEvent(applied=applied))
+            self._check_journalled()
         return reply
 
     def _begin_trace(self, batch: b.Batch, request: pb.Batch) -> BatchTrace:
@@ -243,10 +364,6 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._draining = True
             self._on_bug(bug)
             raise ServiceError("INTERNAL", f"the memory service broke: {bug}") from bug
-
-    def _refuse_when_draining(self) -> None:
-        if self._draining:
-            raise DRAINING
 
     # --- reading -----------------------------------------------------------------------
 
@@ -277,10 +394,11 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         request: pb.GetPoolStatsRequest,
         context: grpc.aio.ServicerContext,
     ) -> pb.PoolStats:
-        ledger = self._memory.ledger
-        return convert.stats_to_pb(
-            self._memory.stats(), ledger.kvmem_boot_id, ledger.worker_boot_id
-        )
+        stats = convert.stats_to_pb(self._memory.stats(), self._memory.ledger)
+        stats.mutations_open = self._gatekeeper.mutations_open
+        stats.orphaned_ms = self._gatekeeper.leases.orphaned_ms
+        stats.journal_healthy = self._journal.healthy
+        return stats
 
     async def WatchEvents(
         self,
@@ -288,7 +406,8 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         try:
-            self._refuse_when_draining()
+            if self._draining:
+                raise DRAINING
             watcher = self._watchers.add(self._snapshot())
         except ServiceError as error:
             await abort(context, error)
@@ -312,4 +431,4 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
 def _service_error(error: KvMemoryError | ServiceError) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
-    return ServiceError(error.reason, error.message, error.retry_after_ms)
+    return ServiceError(error.reason, error.message, error.retry_after_ms, error.metadata)

@@ -39,9 +39,10 @@ class BatchTracer:
         self._memory = memory
         self._traceparents: dict[str, str] = {}
 
-    def forget_all(self) -> None:
+    def forget(self, request_ids: Iterable[str]) -> None:
         """The records are gone: so are their traces."""
-        self._traceparents.clear()
+        for request_id in request_ids:
+            self._traceparents.pop(request_id, None)
 
     def begin(self, batch: b.Batch, traceparent: str, arrivals: Mapping[str, str]) -> BatchTrace:
         """Look the requests up before the batch is applied: it may end them."""

@@ -9,6 +9,7 @@ from functools import partial
 from benchmarks.kvmem_adapter import apply_batch, levels_of
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.errors import KvMemoryError
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.memory import KvMemory
 from model_worker.errors import StepError
 from model_worker.fencing import Fence, Fencing
@@ -33,6 +34,7 @@ class KvmemShell(Process):
     """The memory service. A start is a new boot id and an empty memory: it has no journal yet."""
 
     memory: KvMemory
+    gatekeeper: Gatekeeper
     # The stream that holds the session.
     _stream: End | None
     _copies: checkers.CopyCheck
@@ -45,6 +47,7 @@ class KvmemShell(Process):
         # The least that a scheduler with these limits accepts.
         max_sequences = self.world.knobs.max_waiting + 2 * self.world.knobs.max_num_seqs
         self.memory = KvMemory(f"kvmem-{self.life}", max_sequences=max_sequences)
+        self.gatekeeper = Gatekeeper(self.memory)
         self._stream = None
         self._copies = checkers.CopyCheck()
         self.note(f"starts as {self.memory.ledger.kvmem_boot_id}")
@@ -74,8 +77,8 @@ class KvmemShell(Process):
     def _open(self, end: End, message: OpenSession) -> None:
         memory = self.memory
         if message.resume is not None:
-            session = memory.resume_session(
-                message.resume, message.last_result_batch_seq, self._now_ms, held_by_stream=True
+            session = self.gatekeeper.resume_session(
+                message.resume, message.last_result_batch_seq, self._now_ms
             )
             if self._stream is not None:
                 self._stream.close("UNKNOWN_SESSION")
@@ -83,7 +86,7 @@ class KvmemShell(Process):
             self.world.marks.hit("session resumed")
             self.note(f"resumes {session.session_id} for {message.holder}")
         else:
-            session = memory.open_session(message.holder, self._now_ms, held_by_stream=True)
+            session = self.gatekeeper.open_session(message.holder, self._now_ms)
             if self._last_holder not in ("", message.holder):
                 self.world.marks.hit("session taken over")
             self._last_holder = message.holder
@@ -97,7 +100,7 @@ class KvmemShell(Process):
     def _apply(self, end: End, message: ApplyBatch) -> None:
         memory, batch = self.memory, message.batch
         num_batches = memory.num_batches
-        result = apply_batch(memory, batch, message.fence, self._now_ms)
+        result = apply_batch(self.gatekeeper, batch, message.fence, self._now_ms)
         self._expect_newest(message.fence, memory.ledger.worker_boot_id)
         checkers.check_memory(memory)
         if memory.num_batches == num_batches:
@@ -114,7 +117,7 @@ class KvmemShell(Process):
         session = self.memory.ledger.session
         if self._stream is end and session is not None:
             self._stream = None
-            self.memory.ledger.release(session.session_id, self._now_ms)
+            self.gatekeeper.release_session(session, self._now_ms)
             self.note(f"the stream of {session.session_id} has ended")
 
     # ---- unary ----
@@ -123,7 +126,7 @@ class KvmemShell(Process):
         assert isinstance(request, AttachPool), method
         memory = self.memory
         try:
-            is_new = memory.attach_pool(
+            confirmed = self.gatekeeper.attach_pool(
                 request.fence, request.worker_boot_id, request.geometry, self._now_ms
             )
         except KvMemoryError as error:
@@ -131,7 +134,7 @@ class KvmemShell(Process):
             raise Refused(error.reason, error.message) from error
         self._expect_newest(request.fence)
         checkers.check_memory(memory)
-        if is_new:
+        if confirmed.is_new_pool:
             self.note(
                 f"attaches the pool of {request.worker_boot_id}:"
                 f" {request.geometry.num_blocks} blocks of {request.geometry.block_size}"

@@ -14,7 +14,7 @@ from octavo.v1 import kvmem_pb2_grpc, types_pb2
 
 kvmem = kvmem_pb2_grpc.KvMemoryStub(grpc.insecure_channel(sys.argv[1]))
 opened = kvmem.OpenSession(pb.OpenSessionRequest(holder="by hand"), timeout=10)
-fence, step_id = opened.fence, opened.last_step_id
+fence, step_id = opened.fence, opened.last_step_id + 1
 
 
 def apply(batch_seq: int, **op) -> pb.BatchResult:

@@ -72,13 +72,29 @@ class PoolGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivingCandidate:
+    """A candidate of a request that another life of the memory service knew.
+
+    output_token_ids: int32, without the prompt. With a finish_reason it has ended.
+    """
+
+    candidate: int
+    output_token_ids: Column
+    finish_reason: int = FinishReason.UNSPECIFIED
+    scheduler_state: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Arrive:
+    """candidates empty: one candidate, number 0, without output."""
+
     request_id: str
     prompt_token_ids: Column
     num_candidates: int = 1
     tenant: str = ""
     request_spec: bytes = b""
     request_digest: bytes = b""
+    candidates: Sequence[ArrivingCandidate] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +112,18 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """num_tokens empty: one token each. states: (sequence_id, scheduler_state) pairs."""
+    """num_tokens empty: one token each.
+
+    state_words: empty, or uint64, one for each sequence, whose 8 bytes are its scheduler_state.
+    states: (sequence_id, scheduler_state) pairs, set after the words.
+    """
 
     sequence_ids: Column
     token_ids: Column
     num_computed_tokens: Column
     num_tokens: Column = field(default_factory=lambda: NO_INT32)
     states: Sequence[tuple[int, bytes]] = ()
+    state_words: Column = field(default_factory=lambda: NO_UINT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +143,13 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """token_ids: none, or one for the parent and one for each child, in this order."""
+    """token_ids and state_words: none, or one for the parent and one for each child, in this
+    order."""
 
     sequence_id: int
     num_children: int
     token_ids: Column = field(default_factory=lambda: NO_INT32)
+    state_words: Column = field(default_factory=lambda: NO_UINT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +173,10 @@ Op = Arrive | Admit | Commit | Reserve | Append | Fork | Preempt | Free | Confir
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The ops of one step. `digest` stands for their content: equal digests, equal ops."""
+    """The ops of one step. `digest` stands for their content: equal digests, equal ops.
+
+    `encoded` is that content as it came, for a journal; the core does not read it.
+    """
 
     fence: Fence
     batch_seq: int
@@ -158,6 +184,7 @@ class Batch:
     acknowledged_step: int
     ops: Sequence[Op]
     digest: bytes
+    encoded: bytes = b""
 
 
 # --- results ---------------------------------------------------------------------------
@@ -165,8 +192,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """candidate_sequence_ids: in the order of the op's candidates, when it had any."""
+
     sequence_id: int
     arrival_number: int
+    candidate_sequence_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

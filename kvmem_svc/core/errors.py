@@ -12,6 +12,7 @@ InvariantViolation       a bug: the state can no longer be trusted
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from kvmem_svc.core.batch import OpStatus
@@ -22,10 +23,17 @@ class KvMemoryError(Exception):
 
     reason: ClassVar[str]
 
-    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_ms: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms
+        self.metadata: Mapping[str, str] = metadata or {}
 
 
 class UnknownSession(KvMemoryError):
@@ -53,7 +61,7 @@ class LeaseExpired(KvMemoryError):
 
 
 class SessionHeld(KvMemoryError):
-    """Another holder's session is open."""
+    """Another holder's session is open. metadata: `holder` and `holder_address`."""
 
     reason = "SESSION_HELD"
 
@@ -83,7 +91,7 @@ class StepOutOfOrder(KvMemoryError):
 
 
 class NoPool(KvMemoryError):
-    """Ops came before any worker's pool was attached."""
+    """A batch came before the session confirmed its worker's pool."""
 
     reason = "NO_POOL"
 

@@ -45,3 +45,8 @@ MAX_TOKEN_CELLS = 2**31
 MAX_RECORDS_PER_SEQUENCE = 4
 # Batches whose results are kept for a caller that sends one again.
 REPLY_WINDOW_BATCHES = 8
+# What one look at the clock adds at most to the time that leases run by. The shell looks far
+# more often: a longer gap means that the service itself was not there.
+MAX_CLOCK_STEP_MS = 500
+# Requests that one Expire names.
+MAX_EXPIRED_REQUESTS = 1024

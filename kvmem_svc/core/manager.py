@@ -14,9 +14,11 @@ import numpy as np
 
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.admission import commit_admission, plan_admission
+from kvmem_svc.core.arrival import commit_arrival, plan_arrival
 from kvmem_svc.core.batch import OK, OpResult, OpStatus, PoolGeometry
 from kvmem_svc.core.errors import OpMistake
-from kvmem_svc.core.limits import ARRIVE_RANGES, MAX_RECORDS_PER_SEQUENCE
+from kvmem_svc.core.limits import MAX_RECORDS_PER_SEQUENCE
+from kvmem_svc.core.mutations import Expired
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import RUNNING, SequenceTable, Status, require
@@ -33,6 +35,7 @@ class BlockManager:
         self.sequences = SequenceTable(max_sequences, geometry)
         self.requests: dict[str, RequestRecord] = {}
         self.num_preemptions = 0
+        self.num_expired_requests = 0
         self._next_arrival_number = 1
         self._effects = StepEffects()
         self._carry_out: dict[type, Callable[[Any], OpResult]] = {
@@ -69,23 +72,30 @@ class BlockManager:
         self.sequences.reshape(geometry)
         self.pool, self.geometry = pool, geometry
 
-    def reclaim_all(self) -> None:
-        """End every sequence and drop every record, as of the step the pool is at."""
+    def expire(self, request_ids: Sequence[str]) -> Expired:
+        """Drop records that are there, and take the blocks of their sequences back as of the step
+        the pool is at."""
         table = self.sequences
-        for row in table.live_rows().tolist():
-            self.pool.unreference(table.tables[row, : table.table_len[row]])
+        records = [
+            self.requests[name] for name in dict.fromkeys(request_ids) if name in self.requests
+        ]
+        rows = [table.row_of(i) for record in records for i in record.live.values()]
+        for row in rows:
+            self.pool.unreference(table.table(row))
             table.remove(row)
-        table.finished.clear()
-        self.requests.clear()
+        for record in records:
+            self._drop(record)
+        self.num_expired_requests += len(records)
+        return Expired(len(records), len(rows))
 
     # --- requests ----------------------------------------------------------------------
 
     def _arrive(self, op: b.Arrive) -> OpResult:
         if op.request_id in self.requests:
             raise OpMistake(OpStatus.ALREADY_EXISTS, f"request {op.request_id!r} is live already")
-        self._check_arrive(op)
-        if not self.sequences.num_free_rows:
-            return self._no_free_sequences(1)
+        num_rows = plan_arrival(self.sequences, op)
+        if num_rows > self.sequences.num_free_rows:
+            return self._no_free_sequences(num_rows)
         if len(self.requests) >= MAX_RECORDS_PER_SEQUENCE * self.sequences.max_sequences:
             return OpResult(
                 OpStatus.NO_FREE_SEQUENCES,
@@ -102,32 +112,9 @@ class BlockManager:
         )
         self._next_arrival_number += 1
         self.requests[op.request_id] = record
-        row = self.sequences.create(record, 0, op.prompt_token_ids)
-        return OpResult(
-            OpStatus.OK, value=b.Arrived(self.sequences.id_of(row), record.arrival_number)
-        )
-
-    def _check_arrive(self, op: b.Arrive) -> None:
-        sizes = {
-            "request_id_bytes": len(op.request_id.encode()),
-            "tenant_bytes": len(op.tenant.encode()),
-            "request_spec_bytes": len(op.request_spec),
-            "request_digest_bytes": len(op.request_digest),
-            "num_candidates": op.num_candidates,
-        }
-        for name, size in sizes.items():
-            if size not in ARRIVE_RANGES[name]:
-                raise OpMistake(
-                    OpStatus.INVALID_ARGUMENT,
-                    f"arrive: {name} is {size}, it must be {ARRIVE_RANGES[name]}",
-                )
-        num_tokens, longest = op.prompt_token_ids.size, self.sequences.max_model_len
-        if not 1 <= num_tokens <= longest:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"arrive: the prompt has {num_tokens} tokens, it must have 1 .. {longest}",
-            )
-        check_token_ids(op.prompt_token_ids)
+        ids = commit_arrival(self.sequences, record, op)
+        arrived = b.Arrived(ids[0], record.arrival_number, ids if op.candidates else ())
+        return OpResult(OpStatus.OK, value=arrived)
 
     def _confirm(self, op: b.Confirm) -> OpResult:
         record = self.requests.get(op.request_id)
@@ -139,10 +126,13 @@ class BlockManager:
                 f"confirm: request {op.request_id!r} still has {len(record.live)} live"
                 f" sequences, {sorted(record.live.values())}",
             )
+        self._drop(record)
+        return OK
+
+    def _drop(self, record: RequestRecord) -> None:
         for finished in record.finished.values():
             del self.sequences.finished[finished.sequence_id]
-        del self.requests[op.request_id]
-        return OK
+        del self.requests[record.request_id]
 
     # --- blocks for a first time, and back ---------------------------------------------
 
@@ -190,7 +180,7 @@ class BlockManager:
             int(table.num_computed[row]),
             int(table.table_version[row]),
             reason,
-            table.scheduler_states[row],
+            table.scheduler_state(row),
         )
         record = table.remove(row)
         record.finished[finished.candidate] = finished
@@ -284,8 +274,10 @@ class BlockManager:
         tokens = table.tokens[parent, : table.length[parent]]
         self.pool.reference(blocks, op.num_children)
         children = [self._create_child(record, c, parent, tokens) for c in candidates]
+        family = np.array([parent, *children], np.intp)
+        if op.state_words.size:
+            table.set_words(family, op.state_words)
         if op.token_ids.size:
-            family = np.array([parent, *children], np.intp)
             table.tokens[family, table.length[family]] = op.token_ids
             table.length[family] += 1
         table.may_share[parent] = True
@@ -305,11 +297,12 @@ class BlockManager:
                 f"fork: num_children of sequence {op.sequence_id} is {op.num_children}, its"
                 f" request has {len(candidates)} free candidate numbers",
             )
-        if op.token_ids.size not in (0, 1 + op.num_children):
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"fork: {op.token_ids.size} token ids for a parent and {op.num_children} children",
-            )
+        for what, column in (("token ids", op.token_ids), ("state_words", op.state_words)):
+            if column.size not in (0, 1 + op.num_children):
+                raise OpMistake(
+                    OpStatus.INVALID_ARGUMENT,
+                    f"fork: {column.size} {what} for a parent and {op.num_children} children",
+                )
         if op.token_ids.size and table.length[parent] > table.max_model_len:
             raise OpMistake(
                 OpStatus.INVALID_ARGUMENT,
@@ -332,7 +325,7 @@ class BlockManager:
         table.table_len[child] = num_blocks
         table.table_version[child] = 1
         table.num_computed[child] = table.num_computed[parent]
-        table.scheduler_states[child] = table.scheduler_states[parent]
+        table.set_state(child, table.scheduler_state(parent))
         table.status[child] = Status.RUNNING
         table.may_share[child] = True
         return child

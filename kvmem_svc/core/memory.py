@@ -1,27 +1,35 @@
 """The memory service's state machine: every mutation goes through here, in one order.
 
-Deterministic: the same calls with the same times give the same results, so a log of the calls
-is the state.
+Deterministic and without time: the same mutations give the same replies, so a log of them is
+the state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from kvmem_svc.core.batch import (
-    NO_COPIES,
-    NO_DELTAS,
-    Batch,
-    BatchResult,
-    Fence,
-    PoolGeometry,
-    PoolLevels,
-)
-from kvmem_svc.core.errors import InvalidBatch, InvalidGeometry, NoPool, StepOutOfOrder
+from kvmem_svc.core.batch import Batch, BatchResult, PoolGeometry, PoolLevels
+from kvmem_svc.core.errors import InvalidBatch, InvalidGeometry, StepOutOfOrder, UnknownSession
 from kvmem_svc.core.invariants import check_integrity, check_levels
 from kvmem_svc.core.limits import GEOMETRY_RANGES, MAX_OPS_PER_BATCH, MAX_TOKEN_CELLS
 from kvmem_svc.core.manager import BlockManager
-from kvmem_svc.core.session import Session, SessionLedger
+from kvmem_svc.core.mutations import (
+    ApplyBatch,
+    CloseSession,
+    ConfirmPool,
+    Expire,
+    Expired,
+    GrantSession,
+    Mutation,
+    PendingCopy,
+    PoolConfirmed,
+    Reply,
+    Session,
+    SessionClosed,
+)
+from kvmem_svc.core.session import SessionLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,91 +46,117 @@ class PoolStats:
     num_copies_on_write: int = 0
     num_preemptions: int = 0
     num_batches: int = 0
+    num_finished_sequences: int = 0
+    num_expired_requests: int = 0
+    num_pending_copies: int = 0
 
 
 class KvMemory:
     """Blocks, sequences and sessions. Raises KvMemoryError when a call is refused."""
 
-    def __init__(
-        self,
-        kvmem_boot_id: str,
-        *,
-        max_sequences: int,
-        lease_ttl_ms: int = 5_000,
-        resume_grace_ms: int = 1_000,
-    ) -> None:
+    def __init__(self, kvmem_boot_id: str, *, max_sequences: int) -> None:
         self.max_sequences = max_sequences
-        self.ledger = SessionLedger(kvmem_boot_id, lease_ttl_ms, resume_grace_ms)
+        self.ledger = SessionLedger(kvmem_boot_id)
         # None until the first worker's pool is attached.
         self.manager: BlockManager | None = None
         self.last_step_id = 0
         self.acknowledged_step = 0
         self.num_batches = 0
+        self._carry_out: dict[type, Callable[[Any], Reply]] = {
+            GrantSession: self._grant_session,
+            ConfirmPool: self._confirm_pool,
+            ApplyBatch: self._apply_batch,
+            CloseSession: self._close_session,
+            Expire: self._expire,
+        }
+
+    def commit(self, mutation: Mutation) -> Reply:
+        """Carry out a mutation. Deterministic; when it raises, nothing was changed.
+
+        Of ApplyBatch the reply is the BatchResult. A batch that came before gets its kept result
+        again; it was no mutation, and `num_batches` stays.
+        Raises InvalidGeometry (ConfirmPool); StaleBootId, StaleEpoch, UnknownSession, NoPool,
+        SequenceGap, BatchConflict, InvalidBatch or StepOutOfOrder (ApplyBatch).
+        """
+        return self._carry_out[type(mutation)](mutation)
 
     # --- sessions ----------------------------------------------------------------------
 
-    def open_session(self, holder: str, now_ms: int, *, held_by_stream: bool) -> Session:
-        """Begin a new epoch and take back what former ones held. Raises SessionHeld."""
-        session = self.ledger.open(holder, now_ms, held_by_stream=held_by_stream)
-        self._settle_former_epochs()
-        return session
+    def _grant_session(self, mutation: GrantSession) -> Session:
+        return self.ledger.grant(mutation.holder, mutation.holder_address)
 
-    def _settle_former_epochs(self) -> None:
-        """The policy of a takeover: nothing of former epochs stays.
+    def _close_session(self, _: CloseSession) -> SessionClosed:
+        return SessionClosed(self.ledger.close())
 
-        Steps of the former holder may still be in flight, up to the last one prepared, so the
-        blocks go free only when that one is acknowledged or another pool is attached.
-        """
-        if self.manager is not None:
-            self.manager.pool.begin_step(self.last_step_id + 1, self.acknowledged_step)
-            self.manager.reclaim_all()
-            check_integrity(self.manager)
-
-    def resume_session(
-        self, fence: Fence, last_result_batch_seq: int, now_ms: int, *, held_by_stream: bool
-    ) -> Session:
-        """Go on with the open session after its stream broke; see `SessionLedger.resume`."""
-        return self.ledger.resume(
-            fence, last_result_batch_seq, now_ms, held_by_stream=held_by_stream
-        )
-
-    def close_session(self, fence: Fence, now_ms: int) -> None:
-        """The holder is done. Raises what a stale or unknown fence raises."""
-        self.ledger.close(self.ledger.check_fence(fence, now_ms, check_worker=False).session_id)
+    def _expire(self, mutation: Expire) -> Expired:
+        """The last holder may have issued the step it was preparing: what it could touch waits
+        for that one."""
+        manager = self.manager
+        if manager is None:
+            return Expired(0, 0)
+        manager.pool.begin_step(self.last_step_id + 1, self.acknowledged_step)
+        expired = manager.expire(mutation.request_ids)
+        check_integrity(manager)
+        return expired
 
     # --- pools -------------------------------------------------------------------------
 
-    def attach_pool(
-        self, fence: Fence, worker_boot_id: str, geometry: PoolGeometry, now_ms: int
-    ) -> bool:
-        """Declare the pool of a worker; True when it is another one than before.
+    def _confirm_pool(self, mutation: ConfirmPool) -> PoolConfirmed:
+        ledger = self.ledger
+        if ledger.session is None:
+            raise UnknownSession("no session is open")
+        is_new = mutation.worker_boot_id != ledger.worker_boot_id
+        if is_new:
+            self._replace_pool(mutation)
+        elif self.manager is not None and mutation.geometry != self.manager.geometry:
+            raise InvalidGeometry(
+                f"worker {mutation.worker_boot_id!r} declared {self.manager.geometry} before and"
+                f" {mutation.geometry} now"
+            )
+        assert self.manager is not None, "a worker is attached without its pool"
+        if is_new or not ledger.mutations_open:
+            self._go_on_from(mutation.last_executed_step)
+        ledger.mutations_open = True
+        check_integrity(self.manager)
+        return PoolConfirmed(is_new, self.pending_copies())
 
-        Raises InvalidGeometry, and what a stale or unknown fence raises.
-        """
-        self.ledger.check_fence(fence, now_ms, check_worker=False)
-        if not worker_boot_id:
-            raise InvalidGeometry("worker_boot_id is empty")
-        if worker_boot_id == self.ledger.worker_boot_id:
-            assert self.manager is not None
-            if geometry != self.manager.geometry:
-                raise InvalidGeometry(
-                    f"worker {worker_boot_id!r} declared {self.manager.geometry} before and"
-                    f" {geometry} now"
-                )
-            return False
-        self._check_geometry(geometry)
+    def _replace_pool(self, mutation: ConfirmPool) -> None:
+        self._check_geometry(mutation.worker_boot_id, mutation.geometry)
         try:
             if self.manager is None:
-                self.manager = BlockManager(self.max_sequences, geometry)
+                self.manager = BlockManager(self.max_sequences, mutation.geometry)
             else:
-                self.manager.replace_pool(geometry)
+                self.manager.replace_pool(mutation.geometry)
         except MemoryError as error:
-            raise InvalidGeometry(f"there is no memory for {geometry}: {error}") from error
-        self.ledger.attach_worker(worker_boot_id)
-        check_integrity(self.manager)
-        return True
+            raise InvalidGeometry(f"there is no memory for {mutation.geometry}: {error}") from error
+        self.ledger.attach_worker(mutation.worker_boot_id)
 
-    def _check_geometry(self, geometry: PoolGeometry) -> None:
+    def _go_on_from(self, last_executed_step: int) -> None:
+        """No step of a former epoch will be executed any more: number and books go on from the
+        one that was being prepared, or from the one after the last executed."""
+        assert self.manager is not None
+        self.last_step_id = max(self.last_step_id, last_executed_step + 1)
+        self.acknowledged_step = max(self.acknowledged_step, last_executed_step)
+        self.manager.pool.take_over(self.last_step_id, last_executed_step)
+        self.manager.pool.begin_step(self.last_step_id, self.acknowledged_step)
+
+    def pending_copies(self) -> tuple[PendingCopy, ...]:
+        """Copies that a former epoch's steps were to make and the next step is to make instead,
+        until it is acknowledged. Each is for the first of the sequences that hold its
+        destination; those that nobody holds any more are left out."""
+        manager = self.manager
+        if manager is None or not manager.pool.pending_copies:
+            return ()
+        holders = manager.sequences.holders()
+        return tuple(
+            PendingCopy(src, dst, holders[dst])
+            for dst, src in manager.pool.pending_copies.items()
+            if dst in holders
+        )
+
+    def _check_geometry(self, worker_boot_id: str, geometry: PoolGeometry) -> None:
+        if not worker_boot_id:
+            raise InvalidGeometry("worker_boot_id is empty")
         for name, allowed in GEOMETRY_RANGES.items():
             value = getattr(geometry, name)
             if value not in allowed:
@@ -143,23 +177,17 @@ class KvMemory:
 
     # --- batches -----------------------------------------------------------------------
 
-    def apply(self, batch: Batch, now_ms: int) -> BatchResult:
-        """Carry out a batch, or give again the result of one that came before.
-
-        Raises UnknownSession, StaleEpoch, StaleBootId, LeaseExpired, SequenceGap,
-        BatchConflict, InvalidBatch, StepOutOfOrder or NoPool: then nothing was changed and
-        batch_seq is not used up.
-        """
-        self.ledger.check_fence(batch.fence, now_ms)
-        self.ledger.renew(now_ms)
-        kept = self.ledger.replay(batch.batch_seq, batch.digest)
+    def _apply_batch(self, mutation: ApplyBatch) -> BatchResult:
+        batch = mutation.batch
+        self.ledger.check_mutation(batch.fence)
+        kept = self.ledger.kept_result(batch.batch_seq, batch.digest)
         if kept is not None:
             return kept
         self._check_batch(batch)
         self.last_step_id = batch.step_id
         self.acknowledged_step = batch.acknowledged_step
         self.num_batches += 1
-        result = self._carry_out(batch)
+        result = self._carry_out_ops(batch)
         self.ledger.record(batch.digest, result)
         return result
 
@@ -176,13 +204,10 @@ class KvMemory:
         ):
             if value < last:
                 raise StepOutOfOrder(f"{name} {value} is below the last one, {last}")
-        if batch.ops and self.manager is None:
-            raise NoPool(f"{len(batch.ops)} ops and no worker's pool attached yet")
 
-    def _carry_out(self, batch: Batch) -> BatchResult:
+    def _carry_out_ops(self, batch: Batch) -> BatchResult:
         manager = self.manager
-        if manager is None:
-            return BatchResult(batch.batch_seq, [], NO_DELTAS, NO_COPIES, self.levels())
+        assert manager is not None, "mutations are open without a pool"
         pool = manager.pool
         pool.begin_step(batch.step_id, batch.acknowledged_step)
         allocated, freed = pool.num_allocations, pool.num_freed
@@ -232,4 +257,7 @@ class KvMemory:
             num_copies_on_write=pool.num_copies_on_write,
             num_preemptions=manager.num_preemptions,
             num_batches=self.num_batches,
+            num_finished_sequences=len(manager.sequences.finished),
+            num_expired_requests=manager.num_expired_requests,
+            num_pending_copies=len(pool.pending_copies),
         )

@@ -7,6 +7,8 @@ that nobody refers to any more may still be read or written by a step in flight.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,8 +38,11 @@ class BlockPool:
         self._quarantine: dict[int, list[Blocks]] = {}
         self._step_id = 0
         self._acknowledged_step = 0
-        # Destination -> source of the copies that the step being prepared will make.
-        self._step_copies: dict[int, int] = {}
+        # Step -> destination -> source of the copies it makes; steps not acknowledged only.
+        self._copies: dict[int, dict[int, int]] = {}
+        # Of the copies of the step being prepared those that a former epoch never made.
+        self._pending: dict[int, int] = {}
+        self._pending_step = 0
 
     @property
     def num_free(self) -> int:
@@ -59,14 +64,52 @@ class BlockPool:
 
     def begin_step(self, step_id: int, acknowledged_step: int) -> None:
         """Step `step_id` is being prepared; what waited for `acknowledged_step` is free."""
-        if step_id != self._step_id or acknowledged_step >= step_id:
-            self._step_copies.clear()
         self._step_id = step_id
         self._acknowledged_step = acknowledged_step
+        if self._copies:
+            for due in [step for step in self._copies if step <= acknowledged_step]:
+                del self._copies[due]
+            if self._pending_step <= acknowledged_step:
+                self._pending = {}
         for due in [step for step in self._quarantine if step <= acknowledged_step]:
             for blocks in self._quarantine.pop(due):
                 self.num_quarantined -= blocks.size
                 self._put_back(blocks)
+
+    def take_over(self, step_id: int, last_executed_step: int) -> None:
+        """A new epoch goes on with step `step_id`, the one that was being prepared or a later one.
+
+        Of the former epoch's steps those up to `last_executed_step` were executed, and no other
+        ever will be. The copies that those were to make become the next step's; what they
+        read and write stays held for it.
+        """
+        pending: dict[int, int] = {}
+        for step in sorted(self._copies):
+            copies = self._copies.pop(step)
+            if step > last_executed_step:
+                # A source that an earlier one of these steps was to fill is read at its origin,
+                # which has all that was ever computed of it.
+                pending |= {dst: pending.get(src, src) for dst, src in copies.items()}
+        self._pending = {dst: src for dst, src in pending.items() if self.ref_counts[dst]}
+        self._pending_step = step_id
+        if self._pending:
+            self._copies[step_id] = dict(self._pending)
+            touched = np.array([*self._pending.keys(), *self._pending.values()], np.int32)
+            self._hold_longer(touched, step_id)
+
+    def _hold_longer(self, blocks: Blocks, release_step: int) -> None:
+        """Those of `blocks` that are in quarantine stay there until `release_step`."""
+        for step in [step for step in self._quarantine if step < release_step]:
+            for held in self._quarantine.pop(step):
+                self.num_quarantined -= held.size
+                longer = np.isin(held, blocks)
+                self._hold(held[longer], release_step)
+                self._hold(held[~longer], step)
+
+    @property
+    def pending_copies(self) -> Mapping[int, int]:
+        """Destination -> source of the copies taken over, until their step is acknowledged."""
+        return self._pending
 
     def allocate(self, count: int) -> Blocks:
         """Take `count` free blocks, each with one reference; int32[count].
@@ -113,8 +156,9 @@ class BlockPool:
         np.subtract.at(self.ref_counts, sources, 1)
         self.num_copies_on_write += sources.size
         source_ids: list[int] = sources.tolist()
-        origins = [self._step_copies.get(block, block) for block in source_ids]
-        self._step_copies.update(zip(destinations.tolist(), origins, strict=True))
+        copies = self._copies.setdefault(self._step_id, {})
+        origins = [copies.get(block, block) for block in source_ids]
+        copies.update(zip(destinations.tolist(), origins, strict=True))
         return np.array(origins, np.int32)
 
     def _retire(self, blocks: Blocks) -> None:
@@ -125,8 +169,9 @@ class BlockPool:
         """
         self.num_in_use -= blocks.size
         self.num_freed += blocks.size
-        if self._step_copies:
-            in_copy = np.isin(blocks, self._blocks_in_copies())
+        copies = self._copies.get(self._step_id)
+        if copies:
+            in_copy = np.isin(blocks, np.array([*copies.keys(), *copies.values()], np.int32))
             self._hold(blocks[in_copy], self._step_id)
             blocks = blocks[~in_copy]
         newest_issued_step = self._step_id - 1
@@ -134,9 +179,6 @@ class BlockPool:
             self._put_back(blocks)
         else:
             self._hold(blocks, newest_issued_step)
-
-    def _blocks_in_copies(self) -> Blocks:
-        return np.array([*self._step_copies.keys(), *self._step_copies.values()], np.int32)
 
     def _hold(self, blocks: Blocks, release_step: int) -> None:
         if blocks.size:

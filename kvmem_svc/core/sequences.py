@@ -2,6 +2,7 @@
 
 A sequence id is generation << 32 | row. The generation of a row grows when its sequence
 ends, so an id is never used twice, and a column of ids is looked up in one comparison.
+Sequences that arrive finished are numbered in a row that no table has.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SequenceTable:
 
     length, num_computed, table_len, table_version, candidate, num_prompt_tokens: int32[rows];
     status: uint8[rows], 0 for an empty row; may_share: bool[rows], False only when no block of
-    the row can have another holder. tables: int32[rows, max_blocks_per_sequence]; tokens:
+    the row can have another holder; state_words: uint64[rows], has_word: bool[rows].
+    tables: int32[rows, max_blocks_per_sequence]; tokens:
     int32[rows, max_model_len + 1], for the last token drawn never needs a slot.
     """
 
@@ -77,10 +79,14 @@ class SequenceTable:
         self.num_prompt_tokens = np.zeros(max_sequences, np.int32)
         self.status = np.zeros(max_sequences, np.uint8)
         self.may_share = np.zeros(max_sequences, np.bool_)
-        self.scheduler_states: list[bytes] = [b""] * max_sequences
+        # A row's scheduler_state: its word where has_word, else what stands in long_states.
+        self.state_words = np.zeros(max_sequences, np.uint64)
+        self.has_word = np.zeros(max_sequences, np.bool_)
+        self.long_states: dict[int, bytes] = {}
         self.records: list[RequestRecord | None] = [None] * max_sequences
         # Ids of sequences that ended and whose request is not confirmed yet.
         self.finished: dict[int, FinishedSequence] = {}
+        self._num_given_finished = 0
         self._generation = [1] * max_sequences
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._stamps = np.zeros(max_sequences, np.intp)
@@ -193,6 +199,37 @@ class SequenceTable:
         """A copy of the row's block table, int32[table_len]."""
         return self.tables[row, : self.table_len[row]].copy()
 
+    def holders(self) -> dict[int, int]:
+        """Block -> the sequence that holds it, of several the one in the lowest row."""
+        holders: dict[int, int] = {}
+        for row in reversed(self.live_rows().tolist()):
+            holders |= dict.fromkeys(self.table(row).tolist(), self.id_of(row))
+        return holders
+
+    # --- scheduler_state ---------------------------------------------------------------
+
+    def scheduler_state(self, row: int) -> bytes:
+        """The row's opaque state; empty when none was ever set."""
+        if self.has_word[row]:
+            return self.state_words[row].astype("<u8").tobytes()
+        return self.long_states.get(row, b"")
+
+    def set_state(self, row: int, state: bytes) -> None:
+        """Bytes of any length, in place of what was there."""
+        self.has_word[row] = False
+        if state:
+            self.long_states[row] = state
+        else:
+            self.long_states.pop(row, None)
+
+    def set_words(self, rows: Rows, words: Column) -> None:
+        """One word for each row, in place of what was there."""
+        self.state_words[rows] = words
+        self.has_word[rows] = True
+        if self.long_states:
+            for row in rows.tolist():
+                self.long_states.pop(row, None)
+
     # --- life --------------------------------------------------------------------------
 
     def create(self, record: RequestRecord, candidate: int, token_ids: Column) -> int:
@@ -208,6 +245,11 @@ class SequenceTable:
         self.records[row] = record
         record.live[candidate] = sequence_id
         return row
+
+    def finished_id(self) -> int:
+        """An id for a sequence that was finished before it came here: it never has a row."""
+        self._num_given_finished += 1
+        return self._num_given_finished << 32 | ROW_MASK
 
     def empty_table(self, row: int) -> None:
         """Forget the row's blocks and what was computed in them."""
@@ -232,10 +274,12 @@ class SequenceTable:
             self.num_prompt_tokens,
             self.status,
             self.may_share,
+            self.state_words,
+            self.has_word,
         ):
             column[row] = 0
         self.records[row] = None
-        self.scheduler_states[row] = b""
+        self.long_states.pop(row, None)
         self._generation[row] += 1
         self._free_rows.append(row)
         return record

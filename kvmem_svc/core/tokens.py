@@ -48,8 +48,10 @@ def commit_tokens(sequences: SequenceTable, plan: CommitPlan, op: Commit) -> Non
         sequences.tokens[rows[owner], plan.length[owner] + offset] = op.token_ids
     sequences.length[rows] = plan.new_length
     sequences.num_computed[rows] = op.num_computed_tokens
+    if op.state_words.size:
+        sequences.set_words(rows, op.state_words)
     for row, state in plan.states:
-        sequences.scheduler_states[row] = state
+        sequences.set_state(row, state)
 
 
 def check_token_ids(token_ids: Column) -> None:
@@ -65,6 +67,11 @@ def _check_columns(op: Commit, num_tokens: Column | None) -> None:
             OpStatus.INVALID_ARGUMENT,
             f"commit: {op.num_computed_tokens.size} num_computed_tokens for"
             f" {num_sequences} sequences",
+        )
+    if op.state_words.size not in (0, num_sequences):
+        raise OpMistake(
+            OpStatus.INVALID_ARGUMENT,
+            f"commit: {op.state_words.size} state_words for {num_sequences} sequences",
         )
     expected = num_sequences
     if num_tokens is not None:
@@ -108,11 +115,15 @@ def _check_lengths(sequences: SequenceTable, op: Commit, rows: Rows, new_length:
 def _plan_states(sequences: SequenceTable, op: Commit) -> list[tuple[int, bytes]]:
     planned = []
     for sequence_id, state in op.states:
-        if len(state) > MAX_SCHEDULER_STATE_BYTES:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"commit: scheduler_state of sequence {sequence_id} has {len(state)} bytes, at"
-                f" most {MAX_SCHEDULER_STATE_BYTES} are possible",
-            )
+        check_state(state, f"commit: scheduler_state of sequence {sequence_id}")
         planned.append((sequences.row_of(sequence_id), state))
     return planned
+
+
+def check_state(state: bytes, what: str) -> None:
+    """Raises OpMistake for a scheduler_state that is too long."""
+    if len(state) > MAX_SCHEDULER_STATE_BYTES:
+        raise OpMistake(
+            OpStatus.INVALID_ARGUMENT,
+            f"{what} has {len(state)} bytes, at most {MAX_SCHEDULER_STATE_BYTES} are possible",
+        )

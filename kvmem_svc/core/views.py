@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvmem_svc.core.batch import NO_INT32, Column, FinishReason
 from kvmem_svc.core.errors import UnknownRequest, UnknownSequence
 from kvmem_svc.core.manager import BlockManager
-from kvmem_svc.core.records import RequestRecord
-from kvmem_svc.core.sequences import ROW_MASK, Status
+from kvmem_svc.core.records import FinishedSequence, RequestRecord
+from kvmem_svc.core.sequences import ROW_MASK, SequenceTable, Status
 
 # Table entries that one answer may hold: it must fit a message.
 MAX_VIEWED_BLOCKS = 512 * 1024
@@ -109,3 +109,87 @@ def request_id_of(manager: BlockManager, sequence_id: int) -> str | None:
     if table.is_live(sequence_id):
         return table.record_of(sequence_id & ROW_MASK).request_id
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedSequence:
+    """output_token_ids: int32, without the prompt. block_ids: int32, empty unless RUNNING."""
+
+    sequence_id: int
+    candidate: int
+    status: Status
+    output_token_ids: Column
+    num_computed_tokens: int
+    block_ids: Column
+    table_version: int
+    finish_reason: FinishReason
+    scheduler_state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedRequest:
+    """Everything there is of a request. prompt_token_ids: int32. sequences: live ones first; one
+    that finished without a reason was pruned."""
+
+    request_id: str
+    arrival_number: int
+    num_candidates: int
+    prompt_token_ids: Column
+    tenant: str
+    request_spec: bytes
+    request_digest: bytes
+    sequences: tuple[AdoptedSequence, ...]
+
+
+def adopted_requests(manager: BlockManager) -> list[AdoptedRequest]:
+    """All requests as they are now, in order of arrival; nothing in it is shared with the state."""
+    return [_adopted_request(manager, record) for record in manager.requests.values()]
+
+
+def _adopted_request(manager: BlockManager, record: RequestRecord) -> AdoptedRequest:
+    table = manager.sequences
+    live = [_adopted_live(table, i & ROW_MASK) for i in record.live.values()]
+    finished = [_adopted_finished(one) for one in record.finished.values()]
+    if live:
+        row = next(iter(record.live.values())) & ROW_MASK
+        prompt = table.tokens[row, : record.num_prompt_tokens].copy()
+    else:
+        prompt = next(iter(record.finished.values())).token_ids[: record.num_prompt_tokens]
+    return AdoptedRequest(
+        record.request_id,
+        record.arrival_number,
+        record.num_candidates,
+        prompt,
+        record.tenant,
+        record.request_spec,
+        record.request_digest,
+        (*live, *finished),
+    )
+
+
+def _adopted_live(table: SequenceTable, row: int) -> AdoptedSequence:
+    return AdoptedSequence(
+        table.id_of(row),
+        int(table.candidate[row]),
+        table.status_of(row),
+        table.tokens[row, table.num_prompt_tokens[row] : table.length[row]].copy(),
+        int(table.num_computed[row]),
+        table.table(row),
+        int(table.table_version[row]),
+        FinishReason.UNSPECIFIED,
+        table.scheduler_state(row),
+    )
+
+
+def _adopted_finished(finished: FinishedSequence) -> AdoptedSequence:
+    return AdoptedSequence(
+        finished.sequence_id,
+        finished.candidate,
+        Status.FINISHED,
+        finished.token_ids[finished.num_prompt_tokens :],
+        finished.num_computed_tokens,
+        NO_INT32,
+        finished.table_version,
+        finished.finish_reason,
+        finished.scheduler_state,
+    )

@@ -465,7 +465,7 @@ class GetPoolStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id")
+    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy")
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -478,6 +478,15 @@ class PoolStats(_message.Message):
     NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
     KVMEM_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MUTATIONS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_COPIES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_HEALTHY_FIELD_NUMBER: _ClassVar[int]
     geometry: _types_pb2.PoolGeometry
     levels: _types_pb2.PoolLevels
     num_requests: int
@@ -490,7 +499,16 @@ class PoolStats(_message.Message):
     num_batches: int
     kvmem_boot_id: str
     worker_boot_id: str
-    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ...) -> None: ...
+    holder: str
+    holder_address: str
+    epoch: int
+    mutations_open: bool
+    orphaned_ms: int
+    num_finished_sequences: int
+    num_expired_requests: int
+    num_pending_copies: int
+    journal_healthy: bool
+    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

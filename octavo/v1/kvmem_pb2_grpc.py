@@ -86,8 +86,9 @@ class KvMemoryServicer:
 
     def Session(self, request_iterator, context):
         """The hot path: one Batch per step, one BatchResult for each. The first message opens
-        the session; the session ends with the stream. For a short grace its holder may resume
-        it, unless somebody opened another one, which is possible at once.
+        the session. Its lease is renewed by batches and heartbeats and ends after lease_ttl_ms of
+        silence; when the stream breaks, its holder alone may resume it for a short grace. Then
+        anybody may open another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

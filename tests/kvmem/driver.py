@@ -6,10 +6,21 @@ import numpy as np
 
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.batch import OpStatus
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.invariants import check_integrity
+from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import GrantSession, Mutation, PoolConfirmed, Reply
 from kvmem_svc.core.views import SequenceView, sequence_view
+
+TIMES = LeaseTimes(
+    lease_ttl_ms=1_000,
+    resume_grace_ms=200,
+    recovery_grace_ms=700,
+    orphan_ttl_ms=5_000,
+    result_ttl_ms=9_000,
+)
 
 
 def u64(*values: int) -> b.Column:
@@ -21,16 +32,23 @@ def i32(*values: int) -> b.Column:
 
 
 class Driver:
-    """One session with one pool. `step_id` and `acknowledged` are the caller's to move."""
+    """One session with one pool. `step_id` and `acknowledged` are the caller's to move.
+
+    `mutations` is the log of what changed the state, with the replies.
+    """
 
     def __init__(
         self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 32, rows: int = 8
     ) -> None:
-        self.memory = KvMemory("boot", max_sequences=rows, lease_ttl_ms=1000, resume_grace_ms=200)
+        self.memory = KvMemory("boot", max_sequences=rows)
         self.geometry = b.PoolGeometry(num_blocks, block_size, max_model_len)
-        self.memory.open_session("test", 0, held_by_stream=True)
-        self.memory.attach_pool(self.memory.ledger.fence(), "worker", self.geometry, 0)
+        self.mutations: list[tuple[Mutation, Reply]] = []
+        self.gatekeeper = Gatekeeper(
+            self.memory, TIMES, lambda mutation, reply: self.mutations.append((mutation, reply))
+        )
         self.step_id, self.acknowledged = 1, 0
+        self.gatekeeper.open_session("test", 0, "here:1")
+        self.confirm()
 
     @property
     def manager(self) -> BlockManager:
@@ -43,8 +61,23 @@ class Driver:
         digest = repr((ops, self.step_id, self.acknowledged)).encode()
         return b.Batch(ledger.fence(), seq, self.step_id, self.acknowledged, ops, digest)
 
+    def confirm(self, last_executed_step: int = 0, worker: str = "worker") -> PoolConfirmed:
+        """The open session confirms a pool, and goes on with the step it is told."""
+        confirmed = self.gatekeeper.attach_pool(
+            self.memory.ledger.fence(), worker, self.geometry, 0, last_executed_step
+        )
+        check_integrity(self.manager)
+        self.step_id = self.memory.last_step_id
+        self.acknowledged = max(self.acknowledged, self.memory.acknowledged_step)
+        return confirmed
+
+    def take_over(self, last_executed_step: int = 0, worker: str = "worker") -> PoolConfirmed:
+        """The holder dies; another one opens a session, and confirms the pool."""
+        self.memory.commit(GrantSession("other"))
+        return self.confirm(last_executed_step, worker)
+
     def send(self, *ops: b.Op) -> b.BatchResult:
-        result = self.memory.apply(self.batch(*ops), 0)
+        result = self.gatekeeper.apply(self.batch(*ops), 0)
         check_integrity(self.manager)
         return result
 
@@ -76,7 +109,7 @@ class Driver:
             ],
             [(v.block_ids.tolist(), v.ref_counts.tolist()) for v in views],
             [self.tokens(v.sequence_id) for v in views],
-            list(table.scheduler_states),
+            [table.scheduler_state(table.row_of(v.sequence_id)) for v in views],
             sorted(table.finished),
             sorted(self.manager.requests),
         )
@@ -111,6 +144,10 @@ class Driver:
         table = self.manager.sequences
         row = table.row_of(sequence_id)
         return table.tokens[row, : table.length[row]].tolist()
+
+    def scheduler_state(self, sequence_id: int) -> bytes:
+        table = self.manager.sequences
+        return table.scheduler_state(table.row_of(sequence_id))
 
 
 def pairs(copies: b.BlockCopies) -> list[tuple[int, int]]:

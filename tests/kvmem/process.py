@@ -45,7 +45,7 @@ def kvmem_process(
 
 
 class Client:
-    """The unary side of one session. Every pool it attaches is another worker's."""
+    """The unary side of one session. Unless told, every pool it attaches is another worker's."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -71,18 +71,41 @@ class Client:
         self.is_open = False
 
     def attach(
-        self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 32
+        self,
+        num_blocks: int = 8,
+        block_size: int = 4,
+        max_model_len: int = 32,
+        worker_boot_id: str = "",
+        last_executed_step: int = 0,
     ) -> pb.AttachPoolReply:
         request = pb.AttachPoolRequest(
             fence=self.fence,
-            worker_boot_id=uuid.uuid4().hex,
+            worker_boot_id=worker_boot_id or uuid.uuid4().hex,
             geometry=types_pb2.PoolGeometry(
                 num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
             ),
+            last_executed_step=last_executed_step,
         )
         reply = self.stub.AttachPool(request, timeout=DEADLINE_S)
         self.fence = reply.fence
         return reply
+
+    def adopt(self) -> list[pb.AdoptedRequest]:
+        request = pb.AdoptSequencesRequest(fence=self.fence)
+        return list(self.stub.AdoptSequences(request, timeout=DEADLINE_S))
+
+    def drop_everything(self) -> None:
+        """As the holder of a new session: end and confirm every request there is."""
+        for request in self.adopt():
+            live = [
+                one.sequence_id
+                for one in request.sequences
+                if one.status != pb.SEQUENCE_STATUS_FINISHED
+            ]
+            self.apply(
+                *([free(*live)] if live else []),
+                pb.Op(confirm=pb.Confirm(request_id=request.request_id)),
+            )
 
     def batch(self, *ops: pb.Op, traceparent: str = "") -> pb.Batch:
         """The next batch of the session, everything before its step acknowledged."""

@@ -335,7 +335,7 @@ def test_commit_takes_several_tokens_each_and_states() -> None:
     memory.do(b.Commit(ids, i32(7, 8, 9), i32(6, 4), counts, [state]))
     assert memory.tokens(first) == [0, 1, 2, 3, 7, 8, 9]
     assert memory.view(second).num_computed_tokens == 6
-    assert b"score" in memory.manager.sequences.scheduler_states
+    assert (memory.scheduler_state(first), memory.scheduler_state(second)) == (b"", b"score")
 
 
 def test_commit_reaches_a_preempted_sequence_and_one_token_past_the_model() -> None:
@@ -410,7 +410,7 @@ def test_fork_with_tokens_gives_parent_and_children_one_each() -> None:
     parent = memory.run("a", 2)
     memory.do(b.Commit(u64(parent), i32(), i32(2), i32(0), [(parent, b"scores")]))
     first, second = memory.fork(parent, 2, 7, 8, 9)
-    assert memory.manager.sequences.scheduler_states.count(b"scores") == 3
+    assert {memory.scheduler_state(i) for i in (parent, first, second)} == {b"scores"}
     ends = [memory.tokens(i)[-1] for i in (parent, first, second)]
     assert ends == [7, 8, 9]
 
@@ -602,10 +602,12 @@ def test_b10_handing_out_a_block_with_references_is_a_bug_that_stops_everything(
     memory = Driver()
     memory.do(b.Free([memory.run("a", 8)]))
     memory.manager.pool.ref_counts[0] = 1
-    waiting = memory.memory.apply(memory.batch(b.Arrive("b", i32(*range(8)))), 0).results[0].value
+    waiting = (
+        memory.gatekeeper.apply(memory.batch(b.Arrive("b", i32(*range(8)))), 0).results[0].value
+    )
     assert isinstance(waiting, b.Arrived)
     with pytest.raises(AssertionError, match="still has references"):
-        memory.memory.apply(memory.batch(b.Admit([b.AdmitMember(waiting.sequence_id, 8)])), 0)
+        memory.gatekeeper.apply(memory.batch(b.Admit([b.AdmitMember(waiting.sequence_id, 8)])), 0)
 
 
 # --- views ----------------------------------------------------------------------------
@@ -677,13 +679,13 @@ def test_b08_levels_are_checked_with_every_batch() -> None:
     memory.run("a", 8)
     corrupt_count(memory)
     with pytest.raises(InvariantViolation, match="is not 8"):
-        memory.memory.apply(memory.batch(), 0)
+        memory.gatekeeper.apply(memory.batch(), 0)
 
 
 def test_b08_everything_is_checked_when_the_memory_falls_idle() -> None:
     memory = Driver()
     running = memory.run("a", 8)
     corrupt_ref_count(memory)
-    memory.memory.apply(memory.batch(b.Append(running, i32(1))), 0)
+    memory.gatekeeper.apply(memory.batch(b.Append(running, i32(1))), 0)
     with pytest.raises(InvariantViolation, match="block 0 has ref_count 1 and 0"):
-        memory.memory.apply(memory.batch(b.Free([running])), 0)
+        memory.gatekeeper.apply(memory.batch(b.Free([running])), 0)
