@@ -153,6 +153,18 @@ class JournalFolder:
             path.unlink()
         return len(files)
 
+    def remove_covered(self) -> None:
+        """Delete what the newest snapshot makes superfluous, and what was never finished."""
+        newest = max(self.snapshot_numbers(), default=0)
+        for number in self.segment_numbers():
+            if number < newest:
+                self.segment(number).unlink()
+        for number in self.snapshot_numbers():
+            if number < newest:
+                self.snapshot(number).unlink()
+        for path in self.path.glob(f"*{SCRATCH_SUFFIX}"):
+            path.unlink()
+
     def remove_set_aside(self) -> int:
         """Delete what was set aside; how many journals that were."""
         folders = self.set_aside_folders()

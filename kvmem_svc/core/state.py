@@ -1,0 +1,320 @@
+"""The whole state of the memory as plain values, and back: what a snapshot holds.
+
+`dump` gives dicts and lists of int, str, bytes, bool and None; columns of numbers are
+[dtype, bytes]. Equal states give equal values in equal order, also when one of them was loaded
+and went on: whatever has an order that matters (free lists, quarantine) keeps it. Caches and
+scratch are left out; a test compares the attributes of every class here with what is dumped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core.manager import BlockManager
+from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import Session
+from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.records import FinishedSequence, RequestRecord
+from kvmem_svc.core.sequences import ROW_MASK, SequenceTable
+from kvmem_svc.core.session import SessionLedger
+
+Plain = dict[str, Any]
+
+# Attributes that are dumped as they are, by the part of the state that has them.
+MEMORY_SCALARS = ("max_sequences", "last_step_id", "acknowledged_step", "num_batches")
+LEDGER_SCALARS = ("kvmem_boot_id", "worker_boot_id", "epoch", "mutations_open", "next_batch_seq")
+MANAGER_SCALARS = ("num_preemptions", "num_expired_requests", "_next_arrival_number")
+POOL_SCALARS = (
+    *("num_in_use", "num_quarantined", "peak_in_use", "num_allocations", "num_freed"),
+    *("num_copies_on_write", "_num_returned", "_num_ever_used"),
+    *("_step_id", "_acknowledged_step", "_pending_step"),
+)
+# Columns of the sequence table of which the rows of live sequences are dumped; the others are 0.
+ROW_COLUMNS = (
+    *("live_ids", "length", "num_computed", "table_len", "table_version", "candidate"),
+    *("num_prompt_tokens", "status", "may_share", "state_words", "has_word"),
+)
+RECORD_SCALARS = (
+    *("request_id", "arrival_number", "num_candidates", "num_prompt_tokens", "tenant"),
+    *("request_spec", "request_digest"),
+)
+
+
+def dump(memory: KvMemory) -> Plain:
+    """Everything that decides how `memory` goes on."""
+    manager = memory.manager
+    return {
+        **_scalars(memory, MEMORY_SCALARS),
+        "ledger": _dump_ledger(memory.ledger),
+        "manager": None if manager is None else _dump_manager(manager),
+    }
+
+
+def load(plain: Plain) -> KvMemory:
+    """The memory that `dump` was of. Any exception means: it was not."""
+    memory = KvMemory(plain["ledger"]["kvmem_boot_id"], max_sequences=plain["max_sequences"])
+    _set_scalars(memory, MEMORY_SCALARS, plain)
+    _load_ledger(memory.ledger, plain["ledger"])
+    if plain["manager"] is not None:
+        memory.manager = _load_manager(memory.max_sequences, plain["manager"])
+    return memory
+
+
+def _scalars(owner: object, names: Sequence[str]) -> Plain:
+    return {name: getattr(owner, name) for name in names}
+
+
+def _set_scalars(owner: object, names: Sequence[str], plain: Plain) -> None:
+    for name in names:
+        setattr(owner, name, plain[name])
+
+
+def _column(values: b.Column) -> list[Any]:
+    return [values.dtype.str, values.tobytes()]
+
+
+def _array(column: list[Any]) -> b.Column:
+    dtype, content = column
+    return np.frombuffer(content, np.dtype(dtype)).copy()
+
+
+# --- sessions and the reply window -----------------------------------------------------
+
+
+def _dump_ledger(ledger: SessionLedger) -> Plain:
+    return {
+        **_scalars(ledger, LEDGER_SCALARS),
+        "session": None if ledger.session is None else list(astuple(ledger.session)),
+        "replies": [
+            [batch_seq, digest, _dump_result(result)]
+            for batch_seq, (digest, result) in ledger.replies.items()
+        ],
+    }
+
+
+def _load_ledger(ledger: SessionLedger, plain: Plain) -> None:
+    _set_scalars(ledger, LEDGER_SCALARS, plain)
+    ledger.session = None if plain["session"] is None else Session(*plain["session"])
+    for batch_seq, digest, result in plain["replies"]:
+        ledger.replies[batch_seq] = (digest, _load_result(result))
+
+
+def _dump_result(result: b.BatchResult) -> Plain:
+    deltas, copies = result.deltas, result.copies
+    return {
+        "batch_seq": result.batch_seq,
+        "results": [_dump_op_result(one) for one in result.results],
+        "deltas": [
+            _column(deltas.sequence_ids),
+            _column(deltas.table_indices),
+            _column(deltas.block_ids),
+            _column(deltas.table_versions),
+        ],
+        "copies": [_column(copies.src_block_ids), _column(copies.dst_block_ids)],
+        "levels": list(astuple(result.levels)),
+        "num_allocated_blocks": result.num_allocated_blocks,
+        "num_freed_blocks": result.num_freed_blocks,
+    }
+
+
+def _load_result(plain: Plain) -> b.BatchResult:
+    return b.BatchResult(
+        plain["batch_seq"],
+        [_load_op_result(*one) for one in plain["results"]],
+        b.TableDeltas(*map(_array, plain["deltas"])),
+        b.BlockCopies(*map(_array, plain["copies"])),
+        b.PoolLevels(*plain["levels"]),
+        plain["num_allocated_blocks"],
+        plain["num_freed_blocks"],
+    )
+
+
+def _dump_op_result(result: b.OpResult) -> list[Any]:
+    """[status, message, what the op returned: None, or its kind and its fields]."""
+    value: list[Any] | None
+    match result.value:
+        case None:
+            value = None
+        case b.Arrived(sequence_id, arrival_number, candidate_ids):
+            value = ["arrived", sequence_id, arrival_number, list(candidate_ids)]
+        case b.Admitted(tables):
+            value = ["admitted", [_dump_table(table) for table in tables]]
+        case b.Forked(child_ids, block_ids, table_version):
+            value = ["forked", list(child_ids), _column(block_ids), table_version]
+        case b.Reserved(failed_groups):
+            value = ["reserved", _column(failed_groups)]
+    return [int(result.status), result.message, value]
+
+
+def _dump_table(table: b.BlockTable) -> list[Any]:
+    return [table.sequence_id, _column(table.block_ids), table.table_version]
+
+
+def _load_op_result(status: int, message: str, value: list[Any] | None) -> b.OpResult:
+    return b.OpResult(b.OpStatus(status), message, None if value is None else _load_value(*value))
+
+
+def _load_value(kind: str, *fields: Any) -> b.Arrived | b.Admitted | b.Forked | b.Reserved:
+    if kind == "arrived":
+        return b.Arrived(*fields)
+    if kind == "admitted":
+        tables = [b.BlockTable(i, _array(blocks), version) for i, blocks, version in fields[0]]
+        return b.Admitted(tables)
+    if kind == "forked":
+        child_ids, block_ids, table_version = fields
+        return b.Forked(child_ids, _array(block_ids), table_version)
+    if kind == "reserved":
+        return b.Reserved(_array(fields[0]))
+    raise ValueError(f"no op returns {kind!r}")
+
+
+# --- requests --------------------------------------------------------------------------
+
+
+def _dump_manager(manager: BlockManager) -> Plain:
+    return {
+        **_scalars(manager, MANAGER_SCALARS),
+        "geometry": list(astuple(manager.geometry)),
+        "pool": _dump_pool(manager.pool),
+        "sequences": _dump_sequences(manager.sequences),
+        "requests": [_dump_record(record) for record in manager.requests.values()],
+    }
+
+
+def _load_manager(max_sequences: int, plain: Plain) -> BlockManager:
+    manager = BlockManager(max_sequences, b.PoolGeometry(*plain["geometry"]))
+    _set_scalars(manager, MANAGER_SCALARS, plain)
+    _load_pool(manager.pool, plain["pool"])
+    _load_sequences(manager.sequences, plain["sequences"])
+    for one in plain["requests"]:
+        record = _load_record(one)
+        manager.requests[record.request_id] = record
+        for sequence_id in record.live.values():
+            manager.sequences.records[sequence_id & ROW_MASK] = record
+        for finished in record.finished.values():
+            manager.sequences.finished[finished.sequence_id] = finished
+    return manager
+
+
+def _dump_record(record: RequestRecord) -> Plain:
+    return {
+        **_scalars(record, RECORD_SCALARS),
+        "live": [list(pair) for pair in record.live.items()],
+        "finished": [_dump_finished(finished) for finished in record.finished.values()],
+    }
+
+
+def _load_record(plain: Plain) -> RequestRecord:
+    record = RequestRecord(*(plain[name] for name in RECORD_SCALARS))
+    record.live.update((candidate, sequence_id) for candidate, sequence_id in plain["live"])
+    for fields in plain["finished"]:
+        finished = _load_finished(record.request_id, *fields)
+        record.finished[finished.candidate] = finished
+    return record
+
+
+def _dump_finished(finished: FinishedSequence) -> list[Any]:
+    return [
+        finished.sequence_id,
+        finished.candidate,
+        _column(finished.token_ids),
+        finished.num_prompt_tokens,
+        finished.num_computed_tokens,
+        finished.table_version,
+        int(finished.finish_reason),
+        finished.scheduler_state,
+    ]
+
+
+def _load_finished(
+    request_id: str, sequence_id: int, candidate: int, token_ids: list[Any], *rest: Any
+) -> FinishedSequence:
+    num_prompt, num_computed, table_version, reason, scheduler_state = rest
+    return FinishedSequence(
+        sequence_id,
+        request_id,
+        candidate,
+        _array(token_ids),
+        num_prompt,
+        num_computed,
+        table_version,
+        b.FinishReason(reason),
+        scheduler_state,
+    )
+
+
+# --- sequences -------------------------------------------------------------------------
+
+
+def _dump_sequences(table: SequenceTable) -> Plain:
+    """Tokens and block tables are those of the live rows, one after the other."""
+    rows = table.live_rows()
+    tokens = [table.tokens[row, : table.length[row]] for row in rows]
+    blocks = [table.tables[row, : table.table_len[row]] for row in rows]
+    return {
+        "rows": _column(rows.astype(np.int32)),
+        **{name: _column(getattr(table, name)[rows]) for name in ROW_COLUMNS},
+        "tokens": _column(np.concatenate([b.NO_INT32, *tokens])),
+        "tables": _column(np.concatenate([b.NO_INT32, *blocks])),
+        "long_states": [[row, state] for row, state in sorted(table.long_states.items())],
+        "generation": _column(np.array(table._generation, np.uint64)),
+        "free_rows": _column(np.array(table._free_rows, np.int32)),
+        "num_given_finished": table._num_given_finished,
+    }
+
+
+def _load_sequences(table: SequenceTable, plain: Plain) -> None:
+    rows = _array(plain["rows"])
+    for name in ROW_COLUMNS:
+        getattr(table, name)[rows] = _array(plain[name])
+    _fill(table.tokens, rows, table.length, _array(plain["tokens"]))
+    _fill(table.tables, rows, table.table_len, _array(plain["tables"]))
+    table.long_states = {row: state for row, state in plain["long_states"]}
+    table._generation = _array(plain["generation"]).tolist()
+    table._free_rows = _array(plain["free_rows"]).tolist()
+    table._num_given_finished = plain["num_given_finished"]
+
+
+def _fill(matrix: b.Column, rows: b.Column, lengths: b.Column, values: b.Column) -> None:
+    """Cut `values` into the beginnings of the matrix's `rows`."""
+    start = 0
+    for row in rows.tolist():
+        length = int(lengths[row])
+        matrix[row, :length] = values[start : start + length]
+        start += length
+    assert start == values.size, f"{values.size} values for {start} cells"
+
+
+# --- blocks ----------------------------------------------------------------------------
+
+
+def _dump_pool(pool: BlockPool) -> Plain:
+    return {
+        **_scalars(pool, POOL_SCALARS),
+        "ref_counts": _column(pool.ref_counts[: pool.num_ever_used]),
+        "returned": _column(pool.free_blocks()),
+        # As it lies: the order in which blocks come back is the order they are given out in.
+        "quarantine": [
+            [step, [_column(blocks) for blocks in held]] for step, held in pool._quarantine.items()
+        ],
+        "copies": [[step, _pairs(copies)] for step, copies in pool._copies.items()],
+        "pending": _pairs(pool._pending),
+    }
+
+
+def _pairs(copies: dict[int, int]) -> list[list[int]]:
+    return [[dst, src] for dst, src in copies.items()]
+
+
+def _load_pool(pool: BlockPool, plain: Plain) -> None:
+    _set_scalars(pool, POOL_SCALARS, plain)
+    pool.ref_counts[: pool.num_ever_used] = _array(plain["ref_counts"])
+    pool._returned[: pool._num_returned] = _array(plain["returned"])
+    pool._quarantine = {step: [_array(one) for one in held] for step, held in plain["quarantine"]}
+    pool._copies = {step: dict(map(tuple, pairs)) for step, pairs in plain["copies"]}
+    pool._pending = dict(map(tuple, plain["pending"]))

@@ -1,0 +1,188 @@
+"""The state codec: everything is in it, and what is loaded goes on as what was dumped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+from hypothesis import HealthCheck, given, settings
+
+from kvmem_svc.core import batch as b
+from kvmem_svc.core import mutations as m
+from kvmem_svc.core import state
+from kvmem_svc.core.invariants import check_integrity
+from kvmem_svc.core.manager import BlockManager
+from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.records import FinishedSequence, RequestRecord
+from kvmem_svc.core.sequences import SequenceTable
+from kvmem_svc.core.session import SessionLedger
+from kvmem_svc.journal.load import pack_state, unpack_state
+from tests.kvmem.journal_history import (
+    GEOMETRY,
+    MAX_SEQUENCES,
+    Command,
+    History,
+    histories,
+    result_bytes,
+)
+
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def new_memory() -> KvMemory:
+    return KvMemory("boot", max_sequences=MAX_SEQUENCES)
+
+
+def run(drawn: list[Command]) -> tuple[History, list[m.Mutation]]:
+    made: list[m.Mutation] = []
+    history = History(new_memory(), lambda mutation, _: made.append(mutation))
+    history.run(drawn)
+    return history, made
+
+
+@MANY
+@given(histories)
+def test_what_is_loaded_is_what_was_dumped(drawn: list[Command]) -> None:
+    memory = run(drawn)[0].memory
+    packed = pack_state(memory)
+    again = unpack_state(packed)
+    assert pack_state(again) == packed
+    assert again.manager is not None
+    check_integrity(again.manager)
+    assert again.stats() == memory.stats()
+    assert again.levels() == memory.levels()
+
+
+@MANY
+@given(histories, histories)
+def test_it_goes_on_in_the_same_way(before: list[Command], after: list[Command]) -> None:
+    """The same mutations after it: the same replies and the same state."""
+    history, _ = run(before)
+    again = unpack_state(pack_state(history.memory))
+    replies: list[tuple[m.Mutation, m.Reply]] = []
+    history.on_mutation = lambda mutation, reply: replies.append((mutation, reply))
+    history.run(after)
+    for mutation, reply in replies:
+        other = again.commit(mutation)
+        if isinstance(reply, b.BatchResult):
+            assert result_bytes(other) == result_bytes(reply)
+        else:
+            assert other == reply
+    assert pack_state(again) == pack_state(history.memory)
+
+
+@MANY
+@given(histories)
+def test_the_reply_window_is_in_it(drawn: list[Command]) -> None:
+    history, _ = run(drawn)
+    again = unpack_state(pack_state(history.memory))
+    kept = history.memory.ledger.replies
+    newest = [sent for sent in history.sent if sent.batch.batch_seq in kept]
+    assert len(newest) == len(kept)
+    if history.memory.ledger.mutations_open:
+        for sent in newest:
+            assert result_bytes(again.commit(m.ApplyBatch(sent.batch))) == result_bytes(sent.result)
+        assert pack_state(again) == pack_state(history.memory)
+
+
+def test_a_memory_without_a_pool() -> None:
+    memory = new_memory()
+    memory.commit(m.GrantSession("a", "b"))
+    packed = pack_state(memory)
+    again = unpack_state(packed)
+    assert pack_state(again) == packed
+    assert again.manager is None
+    assert again.ledger.session == memory.ledger.session
+
+
+def test_it_holds_plain_values_alone() -> None:
+    memory = run([("arrive", 5, 1, 1), ("admit", 0, 0, 1), ("decode", 1, 1, 1)])[0].memory
+    assert msgpack.unpackb(msgpack.packb(state.dump(memory))) == state.dump(memory)
+
+
+# --- completeness ----------------------------------------------------------------------
+
+# Attributes that are not dumped, or under another name; and why.
+ELSEWHERE = {
+    KvMemory: {
+        "ledger": "its own part",
+        "manager": "its own part",
+        "_carry_out": "methods",
+    },
+    SessionLedger: {"session": "its own part", "replies": "its own part"},
+    BlockManager: {
+        "geometry": "its own part",
+        "pool": "its own part",
+        "sequences": "its own part",
+        "requests": "its own part",
+        "_effects": "scratch of one batch",
+        "_carry_out": "methods",
+    },
+    BlockPool: {
+        "num_blocks": "in the geometry",
+        "ref_counts": "as far as blocks were ever used",
+        "_returned": "as returned",
+        "_quarantine": "as quarantine",
+        "_copies": "as copies",
+        "_pending": "as pending",
+    },
+    SequenceTable: {
+        "max_sequences": "of the memory",
+        "block_size": "in the geometry",
+        "max_model_len": "in the geometry",
+        "tokens": "of the live rows",
+        "tables": "of the live rows",
+        "long_states": "its own part",
+        "records": "from the requests",
+        "finished": "from the requests",
+        "_generation": "as generation",
+        "_free_rows": "as free_rows",
+        "_num_given_finished": "as num_given_finished",
+        "_known_ids": "a cache",
+        "_known_rows": "a cache",
+        "_stamps": "scratch",
+        "_ordinals": "a constant",
+    },
+}
+SCALARS = {
+    KvMemory: state.MEMORY_SCALARS,
+    SessionLedger: state.LEDGER_SCALARS,
+    BlockManager: state.MANAGER_SCALARS,
+    BlockPool: state.POOL_SCALARS,
+    SequenceTable: state.ROW_COLUMNS,
+}
+
+
+def test_no_attribute_is_forgotten() -> None:
+    """A new attribute of the state must be dumped, or said here why it is not."""
+    manager = BlockManager(2, GEOMETRY)
+    memory = new_memory()
+    for part in (memory, memory.ledger, manager, manager.pool, manager.sequences):
+        known = {*SCALARS[type(part)], *ELSEWHERE[type(part)]}
+        assert set(vars(part)) == known, type(part).__name__
+
+
+def test_no_field_is_forgotten() -> None:
+    """Of what is dumped field by field; Arrived and its like have positional patterns."""
+    fields = {
+        RequestRecord: {*state.RECORD_SCALARS, "live", "finished"},
+        FinishedSequence: {
+            *("sequence_id", "request_id", "candidate", "token_ids", "num_prompt_tokens"),
+            *("num_computed_tokens", "table_version", "finish_reason", "scheduler_state"),
+        },
+        b.BatchResult: {
+            *("batch_seq", "results", "deltas", "copies", "levels"),
+            *("num_allocated_blocks", "num_freed_blocks"),
+        },
+        b.OpResult: {"status", "message", "value"},
+        b.TableDeltas: {"sequence_ids", "table_indices", "block_ids", "table_versions"},
+        b.BlockCopies: {"src_block_ids", "dst_block_ids"},
+        b.Arrived: {"sequence_id", "arrival_number", "candidate_sequence_ids"},
+        b.Admitted: {"tables"},
+        b.BlockTable: {"sequence_id", "block_ids", "table_version"},
+        b.Forked: {"child_sequence_ids", "block_ids", "table_version"},
+        b.Reserved: {"failed_groups"},
+    }
+    for kind, expected in fields.items():
+        assert {field.name for field in dataclasses.fields(kind)} == expected, kind.__name__
