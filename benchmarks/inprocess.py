@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from model_worker import step as worker_step
 from model_worker.build import build_runner
 from model_worker.options import WorkerOptions
 from scheduler_svc.core import ops
-from scheduler_svc.core.events import Connected
-from scheduler_svc.ports import WorkerDescription
+from scheduler_svc.ports import Holder, Installed, Opened, PoolAttached, WorkerDescription
 
 
 class InProcessKvMemory:
@@ -28,19 +26,19 @@ class InProcessKvMemory:
         self._gatekeeper = Gatekeeper(self.memory)
         self._fence = kv.Fence("", 0, "")
 
-    async def open(self, holder: str, worker: WorkerDescription) -> Connected:
-        session = self._gatekeeper.open_session(holder, 0)
-        bare = kv.Fence(session.session_id, session.epoch, "in-process")
+    async def open(self, holder: Holder, worker: WorkerDescription) -> Opened:
+        session = self._gatekeeper.open_session(holder.name, 0)
+        self._fence = kv.Fence(session.session_id, session.epoch, "in-process", worker.boot_id)
+        return Opened(next_batch_seq=1, last_step_id=0)
+
+    async def attach(self, worker: WorkerDescription, last_executed_step: int) -> PoolAttached:
         geometry = kv.PoolGeometry(worker.num_blocks, worker.block_size, worker.max_model_len)
-        self._gatekeeper.attach_pool(bare, worker.boot_id, geometry, 0)
-        self._fence = replace(bare, worker_boot_id=worker.boot_id)
-        return Connected(
-            next_batch_seq=1,
-            last_step_id=0,
-            num_blocks=worker.num_blocks,
-            block_size=worker.block_size,
-            levels=levels_of(self.memory.levels()),
-        )
+        self._gatekeeper.attach_pool(self._fence, worker.boot_id, geometry, 0, last_executed_step)
+        return PoolAttached(levels_of(self.memory.levels()))
+
+    async def adopt(self) -> tuple[ops.AdoptedRequest, ...]:
+        """There was nobody before."""
+        return ()
 
     async def apply(self, batch: ops.Batch, traceparent: str) -> ops.BatchResult:
         del traceparent
@@ -75,6 +73,10 @@ class InProcessWorker:
             max_model_len=loaded.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
+
+    async def install(self) -> Installed:
+        """There was nobody before."""
+        return Installed(last_step_id=0)
 
     async def execute(self, step: ops.Step, traceparent: str) -> ops.StepResult:
         del traceparent

@@ -10,17 +10,28 @@ import numpy as np
 
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.gatekeeper import Gatekeeper
+from kvmem_svc.core.mutations import PoolConfirmed
+from kvmem_svc.core.sequences import Status
+from kvmem_svc.core.views import AdoptedRequest
 from scheduler_svc.core import ops
+from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.stopping import FinishReason
 
 
 def to_kvmem_op(op: ops.Op) -> kv.Op:
     """The scheduler's op as the memory core's."""
     match op:
         case ops.Commit():
-            return kv.Commit(op.sequence_ids, op.token_ids, op.num_computed_tokens, op.num_tokens)
+            return kv.Commit(
+                op.sequence_ids,
+                op.token_ids,
+                op.num_computed_tokens,
+                op.num_tokens,
+                state_words=op.state_words,
+            )
         case ops.Reserve():
             return kv.Reserve(op.sequence_ids, op.num_slots, op.group_sizes)
-        case ops.Arrive(request):
+        case ops.Arrive(request, candidates):
             return kv.Arrive(
                 request.request_id,
                 np.array(request.prompt_token_ids, np.int32),
@@ -28,6 +39,7 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
                 request.tenant,
                 request.spec,
                 request.digest,
+                [_arriving_candidate(candidate) for candidate in candidates],
             )
         case ops.Admit(members):
             return kv.Admit(
@@ -36,8 +48,13 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
                     for m in members
                 ]
             )
-        case ops.Fork(sequence_id, token_ids):
-            return kv.Fork(sequence_id, len(token_ids) - 1, np.array(token_ids, np.int32))
+        case ops.Fork(sequence_id, token_ids, words):
+            return kv.Fork(
+                sequence_id,
+                len(token_ids) - 1,
+                np.array(token_ids, np.int32),
+                np.array(words, np.uint64),
+            )
         case ops.Preempt(sequence_ids):
             return kv.Preempt(sequence_ids)
         case ops.Free(sequence_ids, reason):
@@ -46,12 +63,25 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
             return kv.Confirm(request_id)
 
 
+def _arriving_candidate(candidate: ops.ArrivingCandidate) -> kv.ArrivingCandidate:
+    return kv.ArrivingCandidate(
+        candidate.candidate,
+        np.array(candidate.output_token_ids, np.int32),
+        kv.FinishReason(candidate.finish_reason or 0),
+        candidate.state_word.to_bytes(8, "little"),
+    )
+
+
 def _op_result(result: kv.OpResult) -> ops.OpResult:
     status, message = ops.OpStatus(result.status), result.message
     match result.value:
-        case kv.Arrived(sequence_id, arrival_number):
+        case kv.Arrived() as arrived:
             return ops.OpResult(
-                status, message, sequence_id=sequence_id, arrival_number=arrival_number
+                status,
+                message,
+                sequence_id=arrived.sequence_id,
+                arrival_number=arrived.arrival_number,
+                candidate_sequence_ids=tuple(arrived.candidate_sequence_ids),
             )
         case kv.Admitted(tables):
             return ops.OpResult(
@@ -77,6 +107,36 @@ def _op_result(result: kv.OpResult) -> ops.OpResult:
 def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
     return ops.PoolLevels(
         levels.num_free_blocks, levels.num_quarantined_blocks, levels.num_free_sequences
+    )
+
+
+def pending_copies_of(confirmed: PoolConfirmed) -> tuple[ops.PendingCopy, ...]:
+    return tuple(
+        ops.PendingCopy(copy.sequence_id, copy.src_block_id, copy.dst_block_id)
+        for copy in confirmed.pending_copies
+    )
+
+
+def adopted_of(record: AdoptedRequest, request: Request) -> ops.AdoptedRequest:
+    """A record as the scheduler adopts it; `request` is what its spec stands for."""
+    return ops.AdoptedRequest(
+        request,
+        record.arrival_number,
+        tuple(
+            ops.AdoptedSequence(
+                sequence.sequence_id,
+                sequence.candidate,
+                running=sequence.status is Status.RUNNING,
+                finish_reason=FinishReason(reason) if (reason := sequence.finish_reason) else None,
+                pruned=sequence.status is Status.FINISHED and not sequence.finish_reason,
+                output_token_ids=tuple(sequence.output_token_ids.tolist()),
+                num_computed_tokens=sequence.num_computed_tokens,
+                block_ids=tuple(sequence.block_ids.tolist()),
+                table_version=sequence.table_version,
+                state_word=int.from_bytes(sequence.scheduler_state[:8], "little"),
+            )
+            for sequence in record.sequences
+        ),
     )
 
 

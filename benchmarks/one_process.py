@@ -15,7 +15,7 @@ from octavo.service.server import ServiceHost, run
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from scheduler_svc.core.machine import SchedulerConfig
 from scheduler_svc.loop import Engine
-from scheduler_svc.ports import WorkerDescription
+from scheduler_svc.ports import Holder, WorkerDescription
 from scheduler_svc.servicer import InferenceServicer
 from scheduler_svc.tokenizer import Detokenizer, Tokenizer
 
@@ -36,7 +36,7 @@ async def serve(address: str, options: WorkerOptions) -> None:
     host = ServiceHost("one-process", address, [SERVICE_NAME])
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, host.server)
     await host.start()
-    running = asyncio.create_task(engine.run("one-process", host.set_serving))
+    running = asyncio.create_task(engine.run(Holder("one-process"), host.set_serving))
     running.add_done_callback(lambda _: host.stopping.set())
     await host.run_until_stopped()
     running.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable
 from typing import Annotated
 
@@ -14,10 +15,13 @@ from octavo.service import logs, telemetry
 from octavo.service.server import AddressError, ServiceHost, run
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from scheduler_svc.core.machine import SchedulerConfig
-from scheduler_svc.loop import Engine
-from scheduler_svc.ports import FenceHolder, GrpcKvMemory, GrpcWorker, WorkerDescription
+from scheduler_svc.kvmem_port import GrpcKvMemory
+from scheduler_svc.loop import Engine, Patience
+from scheduler_svc.peers import FenceHolder
+from scheduler_svc.ports import Holder, WorkerDescription
 from scheduler_svc.servicer import InferenceServicer
 from scheduler_svc.tokenizer import Detokenizer, Tokenizer
+from scheduler_svc.worker_port import GrpcWorker
 
 log = structlog.get_logger()
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -27,23 +31,27 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 async def serve(
-    addresses: list[str], kvmem_address: str, worker_address: str, config: SchedulerConfig
+    addresses: list[str],
+    holder: Holder,
+    peers: tuple[str, str],
+    config: SchedulerConfig,
+    patience: Patience,
 ) -> None:
-    """Run the scheduler until it is told to stop."""
+    """Run the scheduler until it is told to stop. peers: addresses of memory service and worker."""
     traces = telemetry.setup("octavo-scheduler")
     fence = FenceHolder()
-    kvmem, worker = GrpcKvMemory(kvmem_address, fence), GrpcWorker(worker_address, fence)
+    kvmem, worker = GrpcKvMemory(peers[0], fence), GrpcWorker(peers[1], fence)
 
     def open_text(description: WorkerDescription) -> Callable[[], Detokenizer]:
         servicer.tokenizer = Tokenizer(description.model_path)
         return servicer.tokenizer.detokenizer
 
-    engine = Engine(config, kvmem, worker, traces, open_text)
+    engine = Engine(config, kvmem, worker, traces, open_text, patience)
     servicer = InferenceServicer(engine, traces)
     host = ServiceHost("scheduler", addresses[0], [SERVICE_NAME], more_addresses=addresses[1:])
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, host.server)
     await host.start()
-    running = asyncio.create_task(engine.run(f"scheduler-{os.getpid()}", host.set_serving))
+    running = asyncio.create_task(engine.run(holder, host.set_serving))
     running.add_done_callback(lambda _: host.stopping.set())
     await host.run_until_stopped(drain=lambda: engine.drain(DRAIN_S))
     failed = running.done() and not running.cancelled() and running.exception()
@@ -67,6 +75,28 @@ def main(
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096)] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, max=65536)] = 1024,
     watermark: Annotated[float, typer.Option(min=0.0, max=0.5)] = 0.01,
+    advertise_address: Annotated[
+        str,
+        typer.Option(
+            envvar="OCTAVO_SCHEDULER_ADVERTISE_ADDRESS",
+            help="Where callers reach this scheduler; told to those who ask another one."
+            " Default: the first address it listens on.",
+        ),
+    ] = "",
+    recovery_timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=3600.0, help="How long callers wait for a lost peer before they are told."
+        ),
+    ] = Patience.recovery_s,
+    result_ttl_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=86400.0,
+            help="How long the result of a caller that is gone, but may come back, is kept.",
+        ),
+    ] = Patience.result_s,
     log_level: Annotated[str, typer.Option(envvar="OCTAVO_LOG_LEVEL")] = "info",
 ) -> None:
     """Serve the public API, planning steps over a memory service and a worker."""
@@ -78,7 +108,12 @@ def main(
         )
     config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_waiting, watermark)
     try:
-        run(serve(address, kvmem, worker, config))
+        # A name of this process alone, so that no other is taken for it.
+        holder = Holder(
+            f"scheduler-{os.getpid()}-{secrets.token_hex(4)}", advertise_address or address[0]
+        )
+        patience = Patience(recovery_timeout_s, result_ttl_s)
+        run(serve(address, holder, (kvmem, worker), config, patience))
     except AddressError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from octavo.service.columns import F32, I32, U32, U64, pack, unpack
 from octavo.v1 import inference_pb2, kvmem_pb2, types_pb2, worker_pb2
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.params import SamplingParams
-from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.stopping import FinishReason
 
 
 def params_of(message: types_pb2.SamplingParams) -> tuple[SamplingParams, int | None]:
@@ -53,16 +51,6 @@ def params_message(params: SamplingParams) -> types_pb2.SamplingParams:
     )
 
 
-def request_of(
-    request_id: str, token_ids: tuple[int, ...], params: SamplingParams, traceparent: str
-) -> Request:
-    """A request with its spec: what another scheduler would need beside the prompt, which the
-    record holds anyway; the seed is drawn already."""
-    spec = params_message(params).SerializeToString(deterministic=True)
-    digest = hashlib.blake2b(spec + pack(token_ids, I32), digest_size=16).digest()
-    return Request(request_id, token_ids, params, spec=spec, digest=digest, traceparent=traceparent)
-
-
 # ---- the memory service ----
 
 
@@ -88,6 +76,7 @@ def _op_message(op: ops.Op) -> kvmem_pb2.Op:
                     num_tokens=pack(op.num_tokens, I32),
                     token_ids=pack(op.token_ids, I32),
                     num_computed_tokens=pack(op.num_computed_tokens, I32),
+                    state_words=pack(op.state_words, U64),
                 )
             )
         case ops.Reserve():
@@ -98,8 +87,8 @@ def _op_message(op: ops.Op) -> kvmem_pb2.Op:
                     group_sizes=pack(op.group_sizes, I32),
                 )
             )
-        case ops.Arrive(request):
-            return kvmem_pb2.Op(arrive=_arrive_message(request))
+        case ops.Arrive():
+            return kvmem_pb2.Op(arrive=_arrive_message(op))
         case ops.Admit(members):
             return kvmem_pb2.Op(
                 admit=kvmem_pb2.Admit(
@@ -114,27 +103,27 @@ def _op_message(op: ops.Op) -> kvmem_pb2.Op:
                     ]
                 )
             )
-        case ops.Fork(sequence_id, token_ids):
+        case ops.Fork(sequence_id, token_ids, state_words):
             return kvmem_pb2.Op(
                 fork=kvmem_pb2.Fork(
                     sequence_id=sequence_id,
                     num_children=len(token_ids) - 1,
                     token_ids=token_ids,
+                    state_words=pack(state_words, U64),
                 )
             )
         case ops.Preempt(sequence_ids):
             return kvmem_pb2.Op(preempt=kvmem_pb2.Preempt(sequence_ids=sequence_ids))
         case ops.Free(sequence_ids, reason):
             return kvmem_pb2.Op(
-                free=kvmem_pb2.Free(
-                    sequence_ids=sequence_ids, finish_reason=types_pb2.FinishReason.Name(reason)
-                )
+                free=kvmem_pb2.Free(sequence_ids=sequence_ids, finish_reason=_finish_reason(reason))
             )
         case ops.Confirm(request_id):
             return kvmem_pb2.Op(confirm=kvmem_pb2.Confirm(request_id=request_id))
 
 
-def _arrive_message(request: Request) -> kvmem_pb2.Arrive:
+def _arrive_message(op: ops.Arrive) -> kvmem_pb2.Arrive:
+    request = op.request
     return kvmem_pb2.Arrive(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -143,7 +132,20 @@ def _arrive_message(request: Request) -> kvmem_pb2.Arrive:
         request_spec=request.spec,
         request_digest=request.digest,
         traceparent=request.traceparent,
+        candidates=[
+            kvmem_pb2.ArrivingCandidate(
+                candidate=candidate.candidate,
+                output_token_ids=pack(candidate.output_token_ids, I32),
+                finish_reason=_finish_reason(candidate.finish_reason),
+                scheduler_state=pack([candidate.state_word], U64),
+            )
+            for candidate in op.candidates
+        ],
     )
+
+
+def _finish_reason(reason: FinishReason | None) -> str:
+    return f"FINISH_REASON_{'UNSPECIFIED' if reason is None else reason.name}"
 
 
 def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
@@ -178,6 +180,7 @@ def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
                 message.message,
                 sequence_id=message.arrived.sequence_id,
                 arrival_number=message.arrived.arrival_number,
+                candidate_sequence_ids=tuple(message.arrived.candidate_sequence_ids),
             )
         case "admitted":
             tables = tuple(
@@ -270,9 +273,9 @@ def delta_message(delta: events.CandidateDelta) -> inference_pb2.CandidateDelta:
         text=delta.text,
         token_ids=delta.token_ids,
         cumulative_logprob=delta.cumulative_logprob,
+        finish_reason=_finish_reason(delta.finish_reason),
+        token_offset=delta.token_offset,
     )
-    if delta.finish_reason is not None:
-        message.finish_reason = types_pb2.FinishReason.Name(delta.finish_reason)  # type: ignore[assignment]
     if isinstance(delta.matched_stop, str):
         message.stop_string = delta.matched_stop
     elif delta.matched_stop is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -13,23 +13,41 @@ from opentelemetry.trace import Span
 
 from octavo.service.errors import ServiceError
 from octavo.service.telemetry import Telemetry, traceparent
+from scheduler_svc.callers import Callers
 from scheduler_svc.core import events
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import ModelLimits
-from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.sequence import GroupStatus, Request
 from scheduler_svc.core.stopping import TextStream
 from scheduler_svc.mailbox import Mailbox
-from scheduler_svc.ports import KvMemoryPort, PeerLostError, WorkerDescription, WorkerPort
+from scheduler_svc.ports import (
+    Holder,
+    KvMemoryPort,
+    PeerLostError,
+    WorkerDescription,
+    WorkerPort,
+)
 
 log = structlog.get_logger()
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 1.0
+# How often a standby asks whether the session has come free.
+STANDBY_POLL_S = 0.1
 DRAIN_POLL_S = 0.05
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long is waited. recovery_s: for a lost peer, before callers are told. result_s: for
+    the caller of a request that has ended, if it may come back."""
+
+    recovery_s: float = 30.0
+    result_s: float = 60.0
+
+
 class Engine:
-    """One scheduler: a machine, its two peers, and the callers' mailboxes."""
+    """One scheduler: a machine, its two peers, and its callers."""
 
     def __init__(
         self,
@@ -38,6 +56,7 @@ class Engine:
         worker: WorkerPort,
         telemetry: Telemetry,
         open_text: Callable[[WorkerDescription], Callable[[], TextStream]],
+        patience: Patience | None = None,
     ) -> None:
         """`open_text` loads what is needed to detokenize for the worker's model."""
         self._config = config
@@ -45,19 +64,30 @@ class Engine:
         self._worker = worker
         self._telemetry = telemetry
         self._open_text = open_text
+        self._patience = patience or Patience()
         self._machine: Machine | None = None
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._callers = Callers(self._on_caller_gone)
+        self._losing_patience: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._step_span: Span | None = None
         self._lost: asyncio.Future[PeerLostError] | None = None
         self._draining = False
+        # Where callers of the scheduler that has the session reach it; None: nobody else has it.
+        self._owner_address: str | None = None
         self.worker_description: WorkerDescription | None = None
 
     # ---- for the servicer ----
 
     @property
     def machine(self) -> Machine:
-        """The core, once there is a worker. Raises ServiceError NOT_READY before."""
+        """The core, once there is a worker. Raises ServiceError NOT_READY or NOT_LEADER."""
+        if self._owner_address is not None:
+            raise ServiceError(
+                "NOT_LEADER",
+                f"another scheduler owns the requests; it is at {self._owner_address!r}",
+                retry_after_ms=100,
+                metadata={"holder_address": self._owner_address},
+            )
         if self._machine is None:
             raise ServiceError(
                 "NOT_READY", "the scheduler has no worker yet; try again soon", retry_after_ms=500
@@ -65,123 +95,241 @@ class Engine:
         return self._machine
 
     def limits(self) -> ModelLimits:
-        """What requests are checked against. Raises ServiceError NOT_READY."""
-        worker = self.worker_description
-        if worker is None:
-            raise ServiceError(
-                "NOT_READY", "the scheduler has no worker yet; try again soon", retry_after_ms=500
-            )
+        """What requests are checked against. Raises ServiceError NOT_READY or NOT_LEADER."""
+        machine, worker = self.machine, self.worker_description
+        assert worker is not None
         return ModelLimits(
             worker.max_model_len,
             worker.vocab_size,
             worker.num_blocks,
             worker.block_size,
-            self.machine.config.max_num_seqs,
+            machine.config.max_num_seqs,
         )
 
-    def submit(self, request: Request) -> Mailbox:
-        """Enter a request. Raises ServiceError REQUEST_EXISTS, DRAINING or NOT_READY."""
+    def submit(self, request: Request, received: Mapping[int, events.Received]) -> Mailbox:
+        """Enter a request, or attach to it when it is there already.
+
+        Raises ServiceError REQUEST_EXISTS, DRAINING, NOT_READY or NOT_LEADER.
+        """
         machine = self.machine
         if self._draining:
             raise ServiceError("DRAINING", "the scheduler is shutting down", retry_after_ms=1000)
-        if request.request_id in self._mailboxes:
-            raise ServiceError(
-                "REQUEST_EXISTS", f"a live request has the id {request.request_id!r}"
-            )
-        mailbox = self._mailboxes[request.request_id] = Mailbox()
-        self._handle(machine, events.RequestArrived(request))
+        request_id = request.request_id
+        existing = self._existing(machine, request_id)
+        if existing is None:
+            mailbox = self._callers.attach(request)
+            self._handle(machine, events.RequestArrived(request, received))
+            return mailbox
+        if not _is_same_caller(existing, request):
+            raise ServiceError("REQUEST_EXISTS", f"a live request has the id {request_id!r}")
+        mailbox = self._callers.attach(existing)
+        if machine.is_live(request_id):
+            self._handle(machine, events.Attached(request_id, received))
+        log.info("attached again", request_id=request_id)
         return mailbox
 
-    def abort(self, request_id: str) -> bool:
-        """Stop a request within one step. False when no such request is live."""
-        mailbox = self._mailboxes.pop(request_id, None)
-        if mailbox is None:
+    def _existing(self, machine: Machine, request_id: str) -> Request | None:
+        """The live request of this id, also when its record is yet to be entered."""
+        if machine.is_live(request_id):
+            return machine.groups[request_id].request
+        mailbox = self._callers.get(request_id)
+        return None if mailbox is None else mailbox.request
+
+    def abort(self, request_id: str, secret_digest: bytes = b"") -> bool:
+        """Stop a request within one step. False when no such request is live, or it is another
+        caller's than the one with this secret."""
+        machine = self.machine
+        existing = self._existing(machine, request_id)
+        if existing is None:
             return False
-        mailbox.fail(ServiceError("UNKNOWN_REQUEST", f"request {request_id!r} was aborted"))
-        self._handle(self.machine, events.AbortRequested(request_id))
+        if secret_digest and existing.attach_secret_digest != secret_digest:
+            return False
+        self._callers.stop_waiting(request_id)
+        self._callers.fail(
+            request_id, ServiceError("UNKNOWN_REQUEST", f"request {request_id!r} was aborted")
+        )
+        self._handle(machine, events.AbortRequested(request_id))
         return True
 
     def leave(self, request_id: str, mailbox: Mailbox, *, complete: bool) -> None:
-        """The caller of `mailbox` is done: its record may go, with the request if it still runs.
+        """The caller of `mailbox` is done, or gone: then its request waits for it, or ends.
 
-        Nothing happens when the request ended before: its id may be another's by now.
+        Nothing happens when the mailbox is not the request's any more.
         """
-        if self._mailboxes.get(request_id) is not mailbox:
+        if self._callers.get(request_id) is not mailbox:
             return
-        if not complete:
-            self.abort(request_id)
+        self._callers.remove(request_id)
+        assert self._machine is not None
+        if complete:
+            self._handle(self._machine, events.Delivered(request_id))
+        elif mailbox.request.detach_ttl_ms:
+            self._handle(self._machine, events.Detached(request_id))
+            self._callers.wait_for(request_id, mailbox.request.detach_ttl_ms)
+        else:
+            self._handle(self._machine, events.AbortRequested(request_id))
+
+    def _on_caller_gone(self, request_id: str, last: bool) -> None:
+        machine = self._machine
+        if machine is None or not machine.is_live(request_id):
             return
-        del self._mailboxes[request_id]
-        self._handle(self.machine, events.Delivered(request_id))
+        group = machine.groups[request_id]
+        if group.status is GroupStatus.FINISHED and group.request.detach_ttl_ms and not last:
+            # It costs no blocks any more.
+            self._callers.wait_for(request_id, int(self._patience.result_s * 1000), last=True)
+            return
+        log.info("nobody came back for it", request_id=request_id)
+        self._handle(machine, events.AbortRequested(request_id))
 
     # ---- the life of the engine ----
 
-    async def run(self, holder: str, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+    async def run(self, holder: Holder, on_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Connect, serve until a peer is lost, connect again; until cancelled."""
-        pause_s, said = RECONNECT_FIRST_S, ""
         try:
             while True:
-                try:
-                    await self._connect(holder)
-                except PeerLostError as error:
-                    if error.message != said:
-                        log.warning("not connected", reason=error.reason, error=error.message)
-                        said = error.message
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(pause_s * 2, RECONNECT_MOST_S)
-                    continue
-                pause_s, said = RECONNECT_FIRST_S, ""
+                await self._become_owner(holder)
                 await on_ready(True)
                 assert self._lost is not None
                 error = await self._lost
                 log.error("peer lost", reason=error.reason, error=error.message)
                 # First, so that whoever comes from here on is refused and starts nothing.
-                self._disconnect(error)
+                self._disconnect()
                 await on_ready(False)
                 await self._cancel_tasks()
+                self._stop_losing_patience()
+                self._losing_patience = asyncio.create_task(self._lose_patience(error))
         finally:
+            self._stop_losing_patience()
             await self._cancel_tasks()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for those under way, at most `timeout_s`."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while self._mailboxes and time.monotonic() < deadline:
+        while len(self._callers) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
+        self._callers.fail_all(
+            ServiceError("DRAINING", "the scheduler has stopped", retry_after_ms=100)
+        )
 
-    async def _connect(self, holder: str) -> None:
-        worker = await self._worker.describe()
-        known = self.worker_description
-        if known is None or _machine_key(known) != _machine_key(worker):
-            open_text = await asyncio.to_thread(self._open_text, worker)
-            config = _within_limits(self._config, worker)
-            self._machine = Machine(config, worker.eos_token_ids, open_text)
-        self.worker_description = worker
-        connected = await self._kvmem.open(holder, worker)
-        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
-        if connected.levels.num_free_sequences < needed:
-            raise PeerLostError(
-                "INTERNAL",
-                f"the memory service holds {connected.levels.num_free_sequences} sequences;"
-                f" max_waiting + 2 * max_num_seqs is {needed}",
+    async def _become_owner(self, holder: Holder) -> None:
+        """Try to connect until that succeeds; stand by while another scheduler has the session."""
+        pause_s, said = RECONNECT_FIRST_S, ""
+        while True:
+            try:
+                await self._connect(holder)
+            except PeerLostError as error:
+                if error.message != said:
+                    log.warning("not connected", reason=error.reason, error=error.message)
+                    said = error.message
+                await self._cancel_tasks()
+                if error.reason == "SESSION_HELD" and error.metadata.get("holder") != holder.name:
+                    self._stand_by(error.metadata.get("holder_address", ""))
+                    await asyncio.sleep(STANDBY_POLL_S)
+                else:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, RECONNECT_MOST_S)
+            else:
+                return
+
+    def _stand_by(self, owner_address: str) -> None:
+        """Another scheduler has the session, and with it every request."""
+        self._owner_address = owner_address
+        if self._machine is not None:
+            log.warning("another scheduler has taken over", address=owner_address)
+            self._machine = None
+            self.worker_description = None
+        self._callers.stop_waiting_for_all()
+        self._callers.fail_all(
+            ServiceError(
+                "NOT_LEADER",
+                f"another scheduler has taken over; it is at {owner_address!r}",
+                retry_after_ms=100,
+                metadata={"holder_address": owner_address},
             )
+        )
+
+    async def _connect(self, holder: Holder) -> None:
+        """Take over, in the one order that leaves no moment with two writers."""
+        worker = await self._worker.describe()
+        opened = await self._kvmem.open(holder, worker)
         self._lost = asyncio.get_running_loop().create_future()
+        self._spawn(self._kvmem.watch())
+        installed = await self._worker.install()
+        attached = await self._kvmem.attach(worker, installed.last_step_id)
+        adopted = await self._kvmem.adopt()
+        self._check_room(attached.levels.num_free_sequences + len(adopted))
+        machine = await self._machine_for(worker)
+        if self._lost.done():
+            raise self._lost.result()
+        self._owner_address = None
         log.info(
             "connected",
             model=worker.model_name,
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
+            num_adopted=len(adopted),
+            num_retained=len(installed.retained),
         )
-        self._handle(self.machine, connected)
-        self._spawn(self._kvmem.watch())
+        self._stop_losing_patience()
+        connected = events.Connected(
+            next_batch_seq=opened.next_batch_seq,
+            # What a former session was preparing, and has not begun, begins now.
+            last_step_id=max(opened.last_step_id - 1, installed.last_step_id, 0),
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+            levels=attached.levels,
+            adopted=adopted,
+            pending_copies=attached.pending_copies,
+            retained=installed.retained,
+        )
+        self._handle(machine, connected)
         self._spawn(self._worker.watch())
 
-    def _disconnect(self, error: PeerLostError) -> None:
+    def _check_room(self, num_sequences: int) -> None:
+        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
+        if num_sequences < needed:
+            raise PeerLostError(
+                "INTERNAL",
+                f"the memory service holds {num_sequences} sequences;"
+                f" max_waiting + 2 * max_num_seqs is {needed}",
+            )
+
+    async def _machine_for(self, worker: WorkerDescription) -> Machine:
+        known = self.worker_description
+        if self._machine is None or known is None or _machine_key(known) != _machine_key(worker):
+            open_text = await asyncio.to_thread(self._open_text, worker)
+            config = _within_limits(self._config, worker)
+            self._callers.fail_all(
+                ServiceError("WORKER_LOST", "another model is served now", retry_after_ms=100)
+            )
+            self._machine = Machine(config, worker.eos_token_ids, open_text)
+        self.worker_description = worker
+        return self._machine
+
+    def _disconnect(self) -> None:
         if self._step_span is not None:
             self._step_span.end()
             self._step_span = None
+        assert self._machine is not None
+        self._handle(self._machine, events.Disconnected())
+
+    async def _lose_patience(self, error: PeerLostError) -> None:
+        """Tell the callers once the peer has been gone for too long. Their requests stay, for as
+        long as those of callers who are gone."""
+        await asyncio.sleep(self._patience.recovery_s)
         reason = error.reason if error.reason in ("WORKER_LOST", "KVMEM_LOST") else "NOT_READY"
-        self._handle(self.machine, events.Disconnected(reason, error.message))
+        told = ServiceError(reason, error.message, retry_after_ms=1000)
+        machine = self._machine
+        for request_id in self._callers.fail_all(told):
+            if machine is not None and machine.is_live(request_id):
+                self._handle(machine, events.Detached(request_id))
+                ttl_ms = machine.groups[request_id].request.detach_ttl_ms
+                self._callers.wait_for(request_id, ttl_ms)
+
+    def _stop_losing_patience(self) -> None:
+        if self._losing_patience is not None:
+            self._losing_patience.cancel()
+            self._losing_patience = None
 
     async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)
@@ -202,16 +350,18 @@ class Engine:
                 self._spawn(self._apply(machine, command, parent))
             case events.ExecuteStep():
                 self._spawn(self._execute(machine, command))
+            case events.Adopted(request_id):
+                self._callers.wait_for(request_id, machine.groups[request_id].request.detach_ttl_ms)
             case events.Accepted(request_id):
-                if request_id in self._mailboxes:
-                    self._mailboxes[request_id].accept()
-            case events.Emit(request_id):
-                if request_id in self._mailboxes:
-                    self._mailboxes[request_id].put(command)
-            case events.Reject(request_id, reason, message, retry_after_ms):
-                mailbox = self._mailboxes.pop(request_id, None)
+                mailbox = self._callers.get(request_id)
                 if mailbox is not None:
-                    mailbox.fail(ServiceError(reason, message, retry_after_ms))
+                    mailbox.accept()
+            case events.Emit(request_id):
+                mailbox = self._callers.get(request_id)
+                if mailbox is not None:
+                    mailbox.put(command)
+            case events.Reject(request_id, reason, message, retry_after_ms):
+                self._callers.fail(request_id, ServiceError(reason, message, retry_after_ms))
 
     async def _apply(self, machine: Machine, command: events.ApplyBatch, parent: str) -> None:
         result = await self._kvmem.apply(command.batch, parent)
@@ -236,10 +386,11 @@ class Engine:
             self._step_span = self._telemetry.start("scheduler.step", links=links)
         return traceparent(self._step_span)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -253,6 +404,15 @@ class Engine:
             # A bug: going on would serve callers from a view that nobody can trust.
             log.critical("bug in the scheduler", exc_info=error)
             raise SystemExit(70) from error
+
+
+def _is_same_caller(existing: Request, request: Request) -> bool:
+    """Whether a request that is asked for again is the one that is there, asked by whoever did."""
+    return (
+        bool(request.attach_secret_digest)
+        and request.attach_secret_digest == existing.attach_secret_digest
+        and request.digest == existing.digest
+    )
 
 
 def _machine_key(worker: WorkerDescription) -> tuple[str, tuple[int, ...], int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from octavo.service.errors import ServiceError
 from scheduler_svc.core.events import CandidateDelta, Emit, RequestTimes
+from scheduler_svc.core.sequence import Request
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Delivery:
 class Mailbox:
     """One request's way from the engine to its caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self._news = asyncio.Event()
         self._accepted = False
         self._error: ServiceError | None = None
@@ -71,5 +73,8 @@ class Mailbox:
 
 def _merged(first: CandidateDelta, second: CandidateDelta) -> CandidateDelta:
     return replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        token_offset=first.token_offset,
     )

@@ -17,11 +17,13 @@ from opentelemetry.trace import Span
 from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry, traceparent
 from octavo.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from scheduler_svc import convert
+from scheduler_svc import convert, convert_records
+from scheduler_svc.convert_records import CallerMessage
 from scheduler_svc.core.events import RequestTimes
 from scheduler_svc.core.params import InvalidRequestError, resolve
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.loop import Engine
+from scheduler_svc.mailbox import Mailbox
 from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
 
 MAX_REQUEST_ID_BYTES = 256
@@ -87,20 +89,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _serve(
         self,
-        message: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        message: CallerMessage,
         token_ids: tuple[int, ...],
         context: grpc.aio.ServicerContext,
     ) -> AsyncGenerator[inference_pb2.GenerateReply, None]:
         """Replies of one request, from its record's safety to its last token.
 
         However this ends early (the caller cancels, vanishes, or its deadline passes), the
-        request is aborted.
+        request is aborted, or waits for its caller to come back, for as long as that one said.
         """
         self._check_model(message.model)
         span = self._open_span(context)
         started_ns = time.time_ns()
-        request = self._checked(message, token_ids, traceparent(span) if span else "")
-        mailbox = self._engine.submit(request)
+        mailbox = self._submit(message, token_ids, traceparent(span) if span else "")
+        request = mailbox.request
         complete = False
         try:
             await mailbox.accepted()
@@ -125,12 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 span.set_attribute("octavo.aborted", not complete)
                 span.end()
 
-    def _checked(
-        self,
-        message: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
-        token_ids: tuple[int, ...],
-        parent: str,
-    ) -> Request:
+    def _submit(self, message: CallerMessage, token_ids: tuple[int, ...], parent: str) -> Mailbox:
         request_id = message.request_id or f"req-{secrets.token_hex(8)}"
         num_bytes = len(request_id.encode())
         if num_bytes > MAX_REQUEST_ID_BYTES:
@@ -140,17 +137,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
         params, max_tokens = convert.params_of(message.params)
         if not message.params.HasField("seed"):
-            params = replace(params, seed=secrets.randbits(63))
+            drawn_before = message.attachment.HasField("drawn_seed")
+            seed = message.attachment.drawn_seed if drawn_before else secrets.randbits(63)
+            params = replace(params, seed=seed)
+        limits = self._engine.limits()
         try:
             params = resolve(
                 params,
                 max_tokens=max_tokens,
                 prompt_token_ids=token_ids,
-                limits=self._engine.limits(),
+                limits=limits,
             )
+            request = convert_records.request_of(request_id, token_ids, params, message, parent)
+            received = convert_records.received_of(message.attachment, params, limits.vocab_size)
         except InvalidRequestError as error:
             raise ServiceError(error.reason, error.message) from error
-        return convert.request_of(request_id, token_ids, params, parent)
+        return self._engine.submit(request, received)
 
     def _check_model(self, asked: str) -> None:
         self._engine.limits()
@@ -225,7 +227,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.AbortReply:
-        return inference_pb2.AbortReply(aborted=self._engine.abort(request.request_id))
+        try:
+            secret_digest = convert_records.secret_digest_of(request.attach_secret)
+            aborted = self._engine.abort(request.request_id, secret_digest)
+            return inference_pb2.AbortReply(aborted=aborted)
+        except ServiceError as error:
+            await abort(context, error)
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext

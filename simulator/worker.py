@@ -136,9 +136,8 @@ class TagWorker:
     max_tokens_in_step: int = 0
 
     def forget(self) -> None:
-        """Another session begins: no table and no KV of the former one counts any more."""
+        """Another session begins: no table of the former one counts any more. The KV stays."""
         self.known.clear()
-        self.slots.clear()
 
     def execute(self, step: ops.Step) -> ops.StepResult:
         """Raises Violation."""

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from scheduler_svc.core.ops import Batch, BatchResult, PoolLevels, Step, StepResult
+from scheduler_svc.core.ops import (
+    AdoptedRequest,
+    Batch,
+    BatchResult,
+    PendingCopy,
+    PoolLevels,
+    RetainedStep,
+    Step,
+    StepResult,
+)
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import FinishReason
 
@@ -13,26 +23,57 @@ from scheduler_svc.core.stopping import FinishReason
 
 @dataclass(frozen=True)
 class Connected:
-    """A session is open and a pool attached: work can begin."""
+    """A session is open and a pool attached: work can begin, or go on with what is adopted.
+
+    last_step_id: the newest step that will never be issued again; all up to it are over.
+    """
 
     next_batch_seq: int
     last_step_id: int
     num_blocks: int
     block_size: int
     levels: PoolLevels
+    # In order of arrival.
+    adopted: tuple[AdoptedRequest, ...] = ()
+    pending_copies: tuple[PendingCopy, ...] = ()
+    retained: tuple[RetainedStep, ...] = ()
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The memory service or the worker is gone, and with it every sequence in flight."""
+    """The memory service or the worker is gone. Requests wait for `Connected`."""
 
-    reason: str
-    message: str
+
+@dataclass(frozen=True)
+class Received:
+    """What a caller has of one candidate already."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cumulative_logprob: float = 0.0
 
 
 @dataclass(frozen=True)
 class RequestArrived:
+    """received, by candidate: of a request that nobody knows any more but its caller."""
+
     request: Request
+    received: Mapping[int, Received] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A caller (another one than before, or none was there) goes on with a live request."""
+
+    request_id: str
+    received: Mapping[int, Received] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Detached:
+    """Nobody listens to the request for now; it goes on."""
+
+    request_id: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +102,8 @@ Event = (
     Connected
     | Disconnected
     | RequestArrived
+    | Attached
+    | Detached
     | AbortRequested
     | Delivered
     | BatchApplied
@@ -84,7 +127,10 @@ class ExecuteStep:
 
 @dataclass(frozen=True)
 class CandidateDelta:
-    """What one candidate gained; `finish_reason` is set with its last delta."""
+    """What one candidate gained; `finish_reason` is set with its last delta.
+
+    token_offset: output tokens of the candidate before these.
+    """
 
     index: int
     text: str
@@ -92,6 +138,7 @@ class CandidateDelta:
     cumulative_logprob: float
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    token_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +149,13 @@ class RequestTimes:
     first_scheduled_at_s: float | None
     first_token_at_s: float | None
     num_preemptions: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """The request goes on here, and nobody has attached to it yet."""
+
+    request_id: str
 
 
 @dataclass(frozen=True)
@@ -130,4 +184,4 @@ class Reject:
     retry_after_ms: int | None = None
 
 
-Command = ApplyBatch | ExecuteStep | Accepted | Emit | Reject
+Command = ApplyBatch | ExecuteStep | Adopted | Accepted | Emit | Reject

@@ -6,19 +6,31 @@ The life of a step, with one batch and one step in flight at most:
     BatchApplied    --> (out of blocks: preempt, reserve again) --> ExecuteStep(k+1), Emit(k)
 
 Arrivals, aborts and confirmations ride in the next batch, at once when none is in flight.
+
+After `Disconnected` everything waits. `Connected` brings the memory service's records, and the
+view is built anew from them, whether they were of this scheduler or of one that died; what that
+memory service does not know, because it lost its state, is entered once more from the view.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from scheduler_svc.core import events, ops
-from scheduler_svc.core.decoding import DecodingStrategy, ParallelSampling
-from scheduler_svc.core.outbox import Outbox
+from scheduler_svc.core import adoption, events, ops
+from scheduler_svc.core.decoding import DecodingStrategy, ForkInto, ParallelSampling
+from scheduler_svc.core.delivery import Recipients
+from scheduler_svc.core.outbox import Outbox, expect_ok
 from scheduler_svc.core.planner import Budget, Planner, Row, StepPlan, View
 from scheduler_svc.core.policy import FirstComeFirstServed, Policy
-from scheduler_svc.core.sequence import GroupStatus, Request, Sequence, SequenceGroup
+from scheduler_svc.core.sequence import (
+    ArrivingCandidate,
+    GroupStatus,
+    Request,
+    Sequence,
+    SequenceGroup,
+)
 from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
 from scheduler_svc.core.stopping import FinishReason, StopChecker, TextStream
 from scheduler_svc.core.worker_mirror import WorkerMirror
@@ -57,9 +69,25 @@ class Machine:
         self._now_s = 0.0
         self._commands: list[events.Command] = []
         self._emits: list[events.Command] = []
-        self._reset()
+        self._recipients = Recipients()
+        # Aborts and arrivals that wait for the batch in flight, or for the connection.
+        self._deferred: list[events.AbortRequested | events.RequestArrived] = []
+        # Requests whose Confirm is not acknowledged yet, with their arrival numbers.
+        self._ending: dict[str, int] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.Connected: self._on_connected,
+            events.Disconnected: lambda _: self._disconnect(),
+            events.RequestArrived: self._on_arrived,
+            events.Attached: self._on_attached,
+            events.Detached: lambda event: self._recipients.detach(event.request_id),
+            events.AbortRequested: self._on_abort_requested,
+            events.Delivered: self._on_delivered,
+            events.BatchApplied: self._on_batch_applied,
+            events.StepExecuted: self._on_step_executed,
+        }
+        self._disconnect()
 
-    def _reset(self) -> None:
+    def _disconnect(self) -> None:
         self._connected = False
         self._num_blocks = 0
         self._block_size = 1
@@ -67,7 +95,6 @@ class Machine:
         self._freed_estimate = 0
         self._outbox = Outbox()
         self._mirror = WorkerMirror()
-        self._deferred: list[events.AbortRequested | events.RequestArrived] = []
         self._plan: StepPlan | None = None
         self._starved: list[SequenceGroup] = []
         self._executing: StepPlan | None = None
@@ -81,52 +108,87 @@ class Machine:
         gets its next step before anybody is told about the previous one."""
         self._now_s = now_s
         self._commands, self._emits = [], []
-        match event:
-            case events.Connected():
-                self._on_connected(event)
-            case events.Disconnected():
-                self._on_disconnected(event)
-            case events.RequestArrived(request):
-                self._on_arrived(request)
-            case events.AbortRequested():
-                self._on_abort_requested(event)
-            case events.Delivered(request_id):
-                self._on_delivered(request_id)
-            case events.BatchApplied(result):
-                self._on_batch_applied(result)
-            case events.StepExecuted(result):
-                self._on_step_executed(result)
+        self._handlers[type(event)](event)
         if self._connected:
             self._advance()
-        return self._commands + self._emits
+        return self._commands + self._emits + self._recipients.collect()
 
     @property
     def idle(self) -> bool:
         """Nothing is running, waiting or under way."""
         return not (self.groups or self._executing or self._outbox.in_flight or self._outbox)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a caller may attach to the request."""
+        return request_id in self.groups and not self._is_unwanted(request_id)
+
     def _groups_in(self, status: GroupStatus) -> list[SequenceGroup]:
         return [group for group in self.groups.values() if group.status is status]
 
+    # ---- adoption ----
+
     def _on_connected(self, event: events.Connected) -> None:
         assert not self._connected
-        assert not self.groups
         self._connected = True
         self._num_blocks, self._block_size = event.num_blocks, event.block_size
         self._levels = event.levels
         self._outbox.next_batch_seq = event.next_batch_seq
         self._last_step_id = self._acknowledged_step = event.last_step_id
+        former, self.groups = self.groups, {}
+        ending, self._ending = self._ending, {}
+        for record in event.adopted:
+            request_id = record.request.request_id
+            if ending.get(request_id) == record.arrival_number:
+                self._bury(record)
+            else:
+                self._adopt(record, former.pop(request_id, None))
+        for group in former.values():
+            self._enter_again(group)
+        self._mirror.take_pending_copies(event.pending_copies)
+        for retained in event.retained:
+            self._take_step(
+                *adoption.match_retained(retained, self._mirror.sequences, self._decoding)
+            )
 
-    def _on_disconnected(self, event: events.Disconnected) -> None:
-        # Those that ended too: their last tokens may await a commit that will never come. A
-        # caller who was told everything does not hear of this. (An arrival that waits for its
-        # predecessor of the same name is told by that name.)
-        for request_id in self.groups:
-            self._reject(request_id, event.reason, event.message)
-        self.groups.clear()
-        self._reset()
+    def _bury(self, record: ops.AdoptedRequest) -> None:
+        """Free and confirm what was to be, when the connection broke."""
+        live = [s for s in record.sequences if s.finish_reason is None and not s.pruned]
+        if live:
+            sequence_ids = tuple(sequence.sequence_id for sequence in live)
+            self._outbox.add(ops.Free(sequence_ids, FinishReason.ABORT))
+        self._confirm(record.request.request_id, record.arrival_number)
 
-    def _on_arrived(self, request: Request) -> None:
+    def _adopt(self, record: ops.AdoptedRequest, former: SequenceGroup | None) -> None:
+        request_id = record.request.request_id
+        group, unfreed = adoption.rebuild_group(
+            record, self._make_checker, self._block_size, self._now_s
+        )
+        self.groups[request_id] = group
+        for sequence in group.sequences:
+            self._mirror.sequences[sequence.sequence_id] = sequence
+        self._free(unfreed)
+        if former is not None:
+            group.take_times(former)
+        if request_id not in self._recipients:
+            self._commands.append(events.Adopted(request_id))
+        elif former is not None and former.status is GroupStatus.ARRIVING:
+            self._accept(request_id)
+        self._note(group)
+
+    def _enter_again(self, group: SequenceGroup) -> None:
+        """The memory service knows nothing of the group: enter what was acknowledged before."""
+        fresh = SequenceGroup(group.request, group.arrived_at_s)
+        fresh.take_times(group)
+        self.groups[group.request.request_id] = fresh
+        # Only a group that was never acknowledged has a caller who waits to hear of it.
+        is_new = group.status is GroupStatus.ARRIVING
+        candidates = group.arriving if is_new else adoption.remembered(group)
+        self._arrive(fresh, candidates, tell=is_new)
+
+    # ---- requests ----
+
+    def _on_arrived(self, event: events.RequestArrived) -> None:
+        request = event.request
         if not self._connected:
             self._reject(
                 request.request_id,
@@ -136,11 +198,19 @@ class Machine:
             )
         elif request.request_id in self.groups:
             # Its predecessor of the same name is on its way out: an abort not yet carried out.
-            self._deferred.append(events.RequestArrived(request))
+            self._deferred.append(event)
         else:
-            self._enter(request)
+            self._enter(event)
+
+    def _on_attached(self, event: events.Attached) -> None:
+        group = self.groups[event.request_id]
+        self._recipients.attach(event.request_id, event.received)
+        if group.status is not GroupStatus.ARRIVING:
+            self._accept(event.request_id)
+            self._note(group)
 
     def _on_abort_requested(self, event: events.AbortRequested) -> None:
+        self._recipients.detach(event.request_id)
         waiting = [
             other
             for other in self._deferred
@@ -153,12 +223,13 @@ class Machine:
         else:
             self._deferred.append(event)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, event: events.RequestArrived) -> None:
+        request = event.request
         queued = sum(
             group.status in (GroupStatus.ARRIVING, GroupStatus.WAITING)
             for group in self.groups.values()
         )
-        if queued >= self.config.max_waiting:
+        if queued >= self.config.max_waiting and not event.received:
             self._reject(
                 request.request_id,
                 "QUEUE_FULL",
@@ -168,9 +239,22 @@ class Machine:
             return
         group = SequenceGroup(request, arrived_at_s=self._now_s)
         self.groups[request.request_id] = group
-        self._outbox.add(ops.Arrive(request), lambda result: self._on_arrive_result(group, result))
+        self._recipients.attach(request.request_id, event.received)
+        self._arrive(group, adoption.received_candidates(request, event.received), tell=True)
 
-    def _on_arrive_result(self, group: SequenceGroup, result: ops.OpResult) -> None:
+    def _arrive(
+        self, group: SequenceGroup, candidates: tuple[ArrivingCandidate, ...], *, tell: bool
+    ) -> None:
+        """Enter the group. `tell`: its caller waits to hear that its record is safe."""
+        group.arriving = candidates
+        arrive, sequences = adoption.entering(group, candidates, self._make_checker)
+        self._outbox.add(
+            arrive, lambda result: self._on_arrive_result(group, sequences, result, tell=tell)
+        )
+
+    def _on_arrive_result(
+        self, group: SequenceGroup, sequences: list[Sequence], result: ops.OpResult, *, tell: bool
+    ) -> None:
         request_id = group.request.request_id
         if result.status is not ops.OpStatus.OK:
             group.move_to(GroupStatus.FINISHED)
@@ -184,83 +268,95 @@ class Machine:
             return
         group.arrival_number = result.arrival_number
         group.move_to(GroupStatus.WAITING)
-        self._add_sequence(group, result.sequence_id, 0)
-        if not self._is_unwanted(request_id):
-            self._emits.append(events.Accepted(request_id))
+        sequence_ids = result.candidate_sequence_ids or (result.sequence_id,)
+        for sequence, sequence_id in zip(sequences, sequence_ids, strict=True):
+            sequence.sequence_id = sequence_id
+            self._add_sequence(sequence)
+        close_group(group)
+        if tell and not self._is_unwanted(request_id):
+            self._accept(request_id)
+        self._note(group)
 
-    def _add_sequence(self, group: SequenceGroup, sequence_id: int, candidate: int) -> Sequence:
-        checker = StopChecker(group.request.params, self._eos, self._make_text())
-        sequence = Sequence(sequence_id, candidate, group, checker)
-        group.sequences.append(sequence)
-        self._mirror.sequences[sequence_id] = sequence
-        return sequence
+    def _make_checker(self, request: Request) -> StopChecker:
+        return StopChecker(request.params, self._eos, self._make_text())
 
-    def _on_delivered(self, request_id: str) -> None:
-        group = self.groups.get(request_id)
+    def _add_sequence(self, sequence: Sequence) -> None:
+        sequence.group.sequences.append(sequence)
+        self._mirror.sequences[sequence.sequence_id] = sequence
+
+    def _on_delivered(self, event: events.Delivered) -> None:
+        group = self.groups.get(event.request_id)
         if group is not None and group.status is GroupStatus.FINISHED:
             self._forget(group)
 
-    def _on_batch_applied(self, result: ops.BatchResult) -> None:
+    # ---- results ----
+
+    def _on_batch_applied(self, event: events.BatchApplied) -> None:
         if not self._connected:
             return
+        result = event.result
         self._levels, self._freed_estimate = result.levels, 0
         self._mirror.take_deltas(result)
         self._outbox.settle(result)
 
-    def _on_step_executed(self, result: ops.StepResult) -> None:
+    def _on_step_executed(self, event: events.StepExecuted) -> None:
         if self._executing is None:
             return
+        result = event.result
         assert result.step_id == self._last_step_id, (result.step_id, self._last_step_id)
         plan, self._executing = self._executing, None
         self._acknowledged_step = result.step_id
+        self._take_step(plan, result)
+
+    def _take_step(self, plan: StepPlan, result: ops.StepResult) -> None:
         outcome = read_step(plan, result, self._decoding, self._now_s)
         if outcome.commit is not None:
-            self._outbox.add(outcome.commit, lambda _: self._emit_outcome(outcome))
+            standing = [_standing(sequence) for sequence in outcome.committed]
+            self._outbox.add(outcome.commit, lambda _: self._on_committed(standing))
         for fork in outcome.forks:
+            words = adoption.state_words(
+                [fork.sequence.cumulative_logprob + logprob for logprob in fork.logprobs]
+            )
             self._outbox.add(
-                ops.Fork(fork.sequence.sequence_id, fork.token_ids),
+                ops.Fork(fork.sequence.sequence_id, fork.token_ids, tuple(words.tolist())),
                 lambda forked, fork=fork: self._on_forked(fork, forked),
             )
         self._free(outcome.ended)
 
-    def _on_forked(self, fork: StepOutcome.Forking, result: ops.OpResult) -> None:
+    def _on_committed(self, standing: list[tuple[Sequence, int, float]]) -> None:
+        for sequence, num_tokens, cumulative_logprob in standing:
+            sequence.num_committed_tokens = num_tokens
+            sequence.committed_logprob = cumulative_logprob
+            self._note(sequence.group)
+
+    def _on_forked(self, fork: ForkInto, result: ops.OpResult) -> None:
         assert result.status is ops.OpStatus.OK, result
         parent = fork.sequence
         group = parent.group
         for candidate, sequence_id in enumerate(result.child_sequence_ids, start=1):
-            child = self._add_sequence(group, sequence_id, candidate)
+            child = Sequence(sequence_id, candidate, group, self._make_checker(group.request))
+            self._add_sequence(child)
             child.num_computed_tokens = parent.num_computed_tokens
             child.block_table = list(result.tables[0].block_ids)
             child.table_version = result.tables[0].table_version
-        for sequence in group.sequences:
-            sequence.num_writable_slots = sequence.num_computed_tokens
         outcome = StepOutcome()
         for sequence, token_id, logprob in zip(
             group.sequences, fork.token_ids, fork.logprobs, strict=True
         ):
+            sequence.num_writable_slots = sequence.num_computed_tokens
             outcome.extend(sequence, token_id, logprob, self._now_s)
+        self._on_committed([_standing(sequence) for sequence in group.sequences])
         self._free(outcome.ended)
-        self._emit_outcome(outcome)
 
-    # ---- output ----
+    # ---- telling callers ----
 
-    def _emit_outcome(self, outcome: StepOutcome) -> None:
-        for group, deltas in outcome.deltas_by_group():
-            self._emit(group, tuple(deltas))
+    def _note(self, group: SequenceGroup) -> None:
+        """There may be news of the group, unless it was forgotten: its id may be another's."""
+        if self.groups.get(group.request.request_id) is group:
+            self._recipients.note(group)
 
-    def _emit(self, group: SequenceGroup, deltas: tuple[events.CandidateDelta, ...]) -> None:
-        request_id = group.request.request_id
-        if self.groups.get(request_id) is not group or self._is_unwanted(request_id):
-            return
-        times = None
-        if group.status is GroupStatus.FINISHED:
-            times = events.RequestTimes(
-                group.arrived_at_s,
-                group.first_scheduled_at_s,
-                group.first_token_at_s,
-                group.num_preemptions,
-            )
-        self._emits.append(events.Emit(request_id, deltas, times))
+    def _accept(self, request_id: str) -> None:
+        self._emits.append(events.Accepted(request_id))
 
     def _is_unwanted(self, request_id: str) -> bool:
         """Its abort has come and waits for the batch in flight."""
@@ -269,6 +365,7 @@ class Machine:
     def _reject(
         self, request_id: str, reason: str, message: str, retry_after_ms: int | None = None
     ) -> None:
+        self._recipients.detach(request_id)
         self._emits.append(events.Reject(request_id, reason, message, retry_after_ms))
 
     # ---- what goes ----
@@ -278,27 +375,47 @@ class Machine:
         for reason in FinishReason:
             of_reason = [s for s in ended if s.finish_reason is reason]
             if of_reason:
-                self._outbox.add(ops.Free(tuple(s.sequence_id for s in of_reason), reason))
+                self._outbox.add(
+                    ops.Free(tuple(s.sequence_id for s in of_reason), reason),
+                    lambda result, freed=of_reason: self._on_freed(freed, result),
+                )
+        self._freed_estimate += _num_freed_blocks(ended)
         for sequence in ended:
-            self._freed_estimate += _num_own_blocks(sequence)
             self._mirror.drop(sequence)
             close_group(sequence.group)
 
+    def _on_freed(self, freed: list[Sequence], result: ops.OpResult) -> None:
+        expect_ok(result)
+        for sequence in freed:
+            sequence.end_committed = True
+            self._note(sequence.group)
+
     def _end_group(self, group: SequenceGroup, reason: FinishReason) -> None:
-        """End every live candidate of a group for a reason of ours, and say so."""
-        outcome = StepOutcome()
+        """End every live candidate of a group for a reason of ours."""
         live = group.live
         for sequence in live:
-            outcome.end(sequence, reason)
+            sequence.end(reason)
         self._free(live)
-        self._emit_outcome(outcome)
 
     def _forget(self, group: SequenceGroup) -> None:
         request_id = group.request.request_id
         for sequence in group.sequences:
             self._mirror.forget(sequence)
         del self.groups[request_id]
-        self._outbox.add(ops.Confirm(request_id))
+        self._recipients.detach(request_id)
+        self._confirm(request_id, group.arrival_number)
+
+    def _confirm(self, request_id: str, arrival_number: int) -> None:
+        self._ending[request_id] = arrival_number
+        self._outbox.add(
+            ops.Confirm(request_id),
+            lambda result: self._on_confirmed(request_id, arrival_number, result),
+        )
+
+    def _on_confirmed(self, request_id: str, arrival_number: int, result: ops.OpResult) -> None:
+        expect_ok(result)
+        if self._ending.get(request_id) == arrival_number:
+            del self._ending[request_id]
 
     def _abort(self, request_id: str) -> None:
         group = self.groups.get(request_id)
@@ -311,21 +428,7 @@ class Machine:
             )
             del self.groups[request_id]
             return
-        if group.live:
-            for sequence in group.live:
-                sequence.finish_reason = FinishReason.ABORT
-                self._freed_estimate += _num_own_blocks(sequence)
-                self._mirror.drop(sequence)
-            self._outbox.add(
-                ops.Free(
-                    tuple(
-                        s.sequence_id
-                        for s in group.sequences
-                        if s.finish_reason is FinishReason.ABORT
-                    ),
-                    FinishReason.ABORT,
-                )
-            )
+        self._end_group(group, FinishReason.ABORT)
         if group.status is not GroupStatus.FINISHED:
             group.move_to(GroupStatus.FINISHED)
         self._forget(group)
@@ -354,7 +457,7 @@ class Machine:
             if isinstance(event, events.AbortRequested):
                 self._abort(event.request_id)
             else:
-                self._on_arrived(event.request)
+                self._on_arrived(event)
 
     def _begin_step(self) -> None:
         running = self._groups_in(GroupStatus.RUNNING)
@@ -491,10 +594,17 @@ class Machine:
         self._commands.append(events.ApplyBatch(batch, links))
 
 
-def _num_own_blocks(sequence: Sequence) -> int:
-    """Blocks that no live sibling shares: what ending the sequence gives back, about."""
-    shared: set[int] = set()
-    for sibling in sequence.group.live:
-        if sibling is not sequence:
-            shared.update(sibling.block_table)
-    return len(set(sequence.block_table) - shared)
+def _standing(sequence: Sequence) -> tuple[Sequence, int, float]:
+    """How far a sequence will be once the op that is about to be sent is acknowledged."""
+    return sequence, len(sequence.output_token_ids), sequence.cumulative_logprob
+
+
+def _num_freed_blocks(ended: list[Sequence]) -> int:
+    """Blocks of sequences that ended which no live sibling shares, about."""
+    freed: set[int] = set()
+    for sequence in ended:
+        freed.update(sequence.block_table)
+    for group in {id(s.group): s.group for s in ended}.values():
+        for sibling in group.live:
+            freed.difference_update(sibling.block_table)
+    return len(freed)

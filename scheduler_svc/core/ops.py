@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.params import SamplingParams
-from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.sequence import ArrivingCandidate, Request
 from scheduler_svc.core.stopping import FinishReason
 
 Int32s = npt.NDArray[np.int32]
@@ -26,7 +26,10 @@ NO_UINT64 = np.empty(0, np.uint64)
 
 @dataclass(frozen=True)
 class Arrive:
+    """candidates empty: one candidate without output."""
+
     request: Request
+    candidates: tuple[ArrivingCandidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Commit:
     num_tokens: Int32s
     token_ids: Int32s
     num_computed_tokens: Int32s
+    # What the scheduler keeps with each sequence: see `scheduler_svc.core.adoption`.
+    state_words: UInt64s
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Fork:
 
     sequence_id: int
     token_ids: tuple[int, ...]
+    state_words: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class OpResult:
     message: str = ""
     sequence_id: int = 0
     arrival_number: int = 0
+    candidate_sequence_ids: tuple[int, ...] = ()
     tables: tuple[Table, ...] = ()
     child_sequence_ids: tuple[int, ...] = ()
     failed_groups: tuple[int, ...] = ()
@@ -210,3 +217,49 @@ class StepResult:
     sampled_token_ids: Int32s
     logprobs: npt.NDArray[np.float32]
     timings: StepTimings = StepTimings()
+
+
+@dataclass(frozen=True)
+class RetainedStep:
+    """A result the worker still has, with the rows it is of; columns as in `Step`."""
+
+    result: StepResult
+    sequence_ids: UInt64s
+    num_input_tokens: Int32s
+    num_computed_tokens: Int32s
+    num_samples: Int32s
+
+
+@dataclass(frozen=True)
+class AdoptedSequence:
+    """A sequence as the memory service has it. `running`: it has blocks."""
+
+    sequence_id: int
+    candidate: int
+    running: bool
+    finish_reason: FinishReason | None
+    # Ended without a reason: it was pruned, and nothing of it is wanted.
+    pruned: bool
+    output_token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    table_version: int
+    state_word: int
+
+
+@dataclass(frozen=True)
+class AdoptedRequest:
+    """A request's record."""
+
+    request: Request
+    arrival_number: int
+    sequences: tuple[AdoptedSequence, ...]
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """A copy-on-write that no executed step has made, and the sequence it is for."""
+
+    sequence_id: int
+    src_block_id: int
+    dst_block_id: int

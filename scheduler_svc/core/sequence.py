@@ -23,6 +23,20 @@ class Request:
     spec: bytes = b""
     digest: bytes = b""
     traceparent: str = ""
+    # Empty: nobody can come back to it.
+    attach_secret_digest: bytes = b""
+    # How long it is kept while no caller is attached.
+    detach_ttl_ms: int = 0
+
+
+@dataclass(frozen=True)
+class ArrivingCandidate:
+    """What a candidate had in another life of the memory service, or has at its caller."""
+
+    candidate: int
+    output_token_ids: tuple[int, ...]
+    state_word: int
+    finish_reason: FinishReason | None = None
 
 
 class GroupStatus(Enum):
@@ -37,7 +51,7 @@ TRANSITIONS: dict[tuple[GroupStatus, GroupStatus], str] = {
     (GroupStatus.ARRIVING, GroupStatus.WAITING): "kvmem has the record",
     (GroupStatus.ARRIVING, GroupStatus.FINISHED): "refused by kvmem",
     (GroupStatus.WAITING, GroupStatus.RUNNING): "admitted: its blocks are allocated",
-    (GroupStatus.WAITING, GroupStatus.FINISHED): "aborted in the queue",
+    (GroupStatus.WAITING, GroupStatus.FINISHED): "aborted in the queue, or re-entered with its end",
     (GroupStatus.RUNNING, GroupStatus.WAITING): "preempted: its blocks are taken back",
     (GroupStatus.RUNNING, GroupStatus.FINISHED): "all candidates ended, or aborted",
 }
@@ -61,7 +75,15 @@ class Sequence:
     # The worker's mirror has this sequence's table (up to deltas on their way).
     on_worker: bool = False
     cumulative_logprob: float = 0.0
+    # What each output token makes readable, and what the end adds without a token.
+    pieces: list[str] = field(default_factory=list)
+    tail: str = ""
     finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    # What the memory service has acknowledged: so much may be shown.
+    num_committed_tokens: int = 0
+    committed_logprob: float = 0.0
+    end_committed: bool = False
     # After a resume: the sibling that computes the shared prefix, and how far it must be.
     prefix_source: Sequence | None = None
     prefix_source_tokens: int = 0
@@ -77,6 +99,20 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def take(self, token_id: int, logprob: float) -> None:
+        """Append an output token; the sequence may end with it."""
+        judgement = self.checker.judge(token_id)
+        self.output_token_ids.append(token_id)
+        self.cumulative_logprob += logprob
+        self.pieces.append(judgement.text)
+        self.finish_reason = judgement.finish_reason
+        self.matched_stop = judgement.matched_stop
+
+    def end(self, reason: FinishReason) -> None:
+        """End without a token."""
+        self.finish_reason = reason
+        self.tail = self.checker.end()
 
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Token ids at positions start .. end-1, prompt and output counted as one."""
@@ -107,6 +143,15 @@ class SequenceGroup:
     first_scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     num_preemptions: int = 0
+    # While ARRIVING: what it arrives with, to be entered again if that is never answered.
+    arriving: tuple[ArrivingCandidate, ...] = ()
+
+    def take_times(self, former: SequenceGroup) -> None:
+        """What the memory service does not keep of the same request's group."""
+        self.arrived_at_s = former.arrived_at_s
+        self.first_scheduled_at_s = former.first_scheduled_at_s
+        self.first_token_at_s = former.first_token_at_s
+        self.num_preemptions = former.num_preemptions
 
     def move_to(self, status: GroupStatus) -> None:
         """Change the status; an illegal transition is a bug and raises AssertionError."""

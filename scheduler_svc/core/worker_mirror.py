@@ -20,6 +20,10 @@ class WorkerMirror:
         self._copies: list[tuple[int, int, int]] = []
         self._dropped: list[int] = []
 
+    def take_pending_copies(self, copies: tuple[ops.PendingCopy, ...]) -> None:
+        """Copies that a former scheduler was told of and never sent on."""
+        self._copies.extend((c.sequence_id, c.src_block_id, c.dst_block_id) for c in copies)
+
     def take_deltas(self, result: ops.BatchResult) -> None:
         """Apply the table changes of a batch to the view."""
         deltas = result.deltas

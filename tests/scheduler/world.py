@@ -1,20 +1,22 @@
 """The scheduler's machine against the real memory core and the simulator's worker, which checks
 every slot it touches. Its next token is a hash of the prefix, so every stream must equal its solo
-run. Here a test says itself when a batch or a step completes."""
+run. Here a test says itself when a batch or a step completes, and who dies in between."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.kvmem_adapter import apply_batch, levels_of
+from benchmarks.kvmem_adapter import adopted_of, apply_batch, levels_of, pending_copies_of
 from kvmem_svc.core import batch as kv
-from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.gatekeeper import Gatekeeper
+from kvmem_svc.core.invariants import check_integrity
+from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.memory import KvMemory
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import SamplingParams
 from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.stopping import FinishReason
 from simulator.worker import EOS, Letters, TagWorker, solo_run
 
 __all__ = ["EOS", "Caller", "World", "solo_run"]
@@ -26,11 +28,22 @@ class Caller:
 
     request: Request
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    finish: dict[int, object] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finish: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: dict[int, float] = field(default_factory=dict)
     accepted: bool = False
     done: bool = False
     aborted: bool = False
     rejected: str = ""
+
+    def received(self) -> dict[int, events.Received]:
+        """What it says it has when it comes back."""
+        return {
+            index: events.Received(
+                tuple(self.tokens.get(index, ())), self.finish.get(index), self.logprobs[index]
+            )
+            for index in self.logprobs
+        }
 
 
 class World:
@@ -39,31 +52,129 @@ class World:
     def __init__(
         self, *, num_blocks: int, block_size: int = 4, config: SchedulerConfig | None = None
     ) -> None:
-        self.num_blocks = num_blocks
-        self.memory = KvMemory("kvmem-boot", max_sequences=512)
-        self.gatekeeper = Gatekeeper(self.memory)
-        session = self.gatekeeper.open_session("test", 0)
-        bare = kv.Fence(session.session_id, session.epoch, "kvmem-boot")
-        geometry = kv.PoolGeometry(num_blocks, block_size, max_model_len=4096)
-        self.gatekeeper.attach_pool(bare, "worker-boot", geometry, 0)
-        self.fence = kv.Fence(session.session_id, session.epoch, "kvmem-boot", "worker-boot")
-        self.worker = TagWorker(block_size)
-        self.machine = Machine(config or SchedulerConfig(max_waiting=100), (EOS,), Letters)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.config = config or SchedulerConfig(max_waiting=100)
         self.callers: dict[str, Caller] = {}
+        self.detached: set[str] = set()
+        self.adopted: list[str] = []
         self.batch: ops.Batch | None = None
         self.step: ops.Step | None = None
-        self.num_batches = 0
+        self.retained: ops.RetainedStep | None = None
+        self.num_batches = self.num_steps = 0
         self.preemptions = 0
         self.now_s = 0.0
-        self._handle(
-            events.Connected(1, 0, num_blocks, block_size, levels_of(self.memory.levels()))
+        self.num_lives = {"kvmem": 0, "worker": 0}
+        self.new_machine()
+        self.new_worker()
+        self.new_kvmem()
+        self.connect()
+
+    # ---- lives and deaths ----
+
+    def new_machine(self) -> None:
+        """Another scheduler, which knows nothing."""
+        self.machine = Machine(self.config, (EOS,), Letters)
+
+    def new_worker(self) -> None:
+        """Another worker, whose KV is empty."""
+        self.num_lives["worker"] += 1
+        self.worker = TagWorker(self.block_size)
+        self.retained = None
+
+    def new_kvmem(self) -> None:
+        """A memory service that has lost everything."""
+        self.num_lives["kvmem"] += 1
+        self.memory = KvMemory(f"kvmem-{self.num_lives['kvmem']}", max_sequences=512)
+        times = LeaseTimes(resume_grace_ms=0)
+        self.gatekeeper = Gatekeeper(self.memory, times)
+
+    @property
+    def worker_boot_id(self) -> str:
+        return f"worker-{self.num_lives['worker']}"
+
+    def disconnect(self) -> None:
+        """The scheduler loses a peer; what was under way to it is lost with it."""
+        self._handle(events.Disconnected())
+        self.batch = self.step = None
+
+    def kill_scheduler(self) -> None:
+        """Another one takes over, and every caller goes on there."""
+        self.batch = self.step = None
+        self.new_machine()
+        self.connect()
+
+    def connect(self) -> None:
+        """Take over: session, worker, pool, records."""
+        if (session := self.memory.ledger.session) is not None:
+            self.gatekeeper.abandon_session(session)
+        session = self.gatekeeper.open_session("test", 0)
+        boot_id = self.memory.ledger.kvmem_boot_id
+        last_step_id = self.memory.last_step_id
+        next_batch_seq = self.memory.ledger.next_batch_seq
+        self.fence = kv.Fence(session.session_id, session.epoch, boot_id, self.worker_boot_id)
+        executed = self.worker.last_step_id if self.retained_is_ours else 0
+        self.worker.forget()
+        # The first step of another life of the memory service may have any id.
+        self.worker.last_step_id = executed
+        geometry = kv.PoolGeometry(self.num_blocks, self.block_size, max_model_len=4096)
+        confirmed = self.gatekeeper.attach_pool(
+            self.fence, self.worker_boot_id, geometry, 0, executed
         )
+        requests = {name: caller.request for name, caller in self.callers.items()}
+        records = self.gatekeeper.adopt(self.fence, 0)
+        self._handle(
+            events.Connected(
+                next_batch_seq,
+                max(last_step_id - 1, executed, 0),
+                self.num_blocks,
+                self.block_size,
+                levels_of(self.memory.levels()),
+                tuple(adopted_of(record, requests[record.request_id]) for record in records),
+                pending_copies_of(confirmed),
+                (self.retained,) if self.retained is not None and self.retained_is_ours else (),
+            )
+        )
+
+    @property
+    def retained_is_ours(self) -> bool:
+        """Whether the worker's last step was executed for this life of the memory service."""
+        return self.retained is not None and self._retained_for == self.num_lives["kvmem"]
+
+    # ---- callers ----
 
     def arrive(self, request_id: str, prompt: list[int], **params: object) -> Caller:
         request = Request(request_id, tuple(prompt), SamplingParams(**params))  # type: ignore[arg-type]
         caller = self.callers[request_id] = Caller(request)
         self._handle(events.RequestArrived(request))
         return caller
+
+    def come_back(self, request_id: str) -> None:
+        """A caller attaches again, or enters its request again where nobody knows it."""
+        caller = self.callers[request_id]
+        self.detached.discard(request_id)
+        caller.accepted = False
+        if self.machine.is_live(request_id):
+            self._handle(events.Attached(request_id, caller.received()))
+        else:
+            self._handle(events.RequestArrived(caller.request, caller.received()))
+
+    def all_come_back(self) -> None:
+        """After a scheduler's death."""
+        for request_id, caller in self.callers.items():
+            if not (caller.done or caller.aborted or caller.rejected):
+                self.come_back(request_id)
+
+    def give_up_on_callers(self) -> None:
+        """Results of callers who had everything before their scheduler died: nobody comes for
+        them."""
+        for request_id in [*self.machine.groups]:
+            caller = self.callers.get(request_id)
+            if caller is None or caller.done:
+                self._handle(events.AbortRequested(request_id))
+
+    def detach(self, request_id: str) -> None:
+        self.detached.add(request_id)
+        self._handle(events.Detached(request_id))
 
     def abort(self, request_id: str) -> None:
         self.callers[request_id].aborted = True
@@ -72,20 +183,43 @@ class World:
     def deliver(self, request_id: str) -> None:
         self._handle(events.Delivered(request_id))
 
-    def finish_batch(self) -> None:
+    # ---- what completes ----
+
+    def apply_batch(self) -> ops.BatchResult:
+        """The memory service applies the batch in flight; nobody has heard of it yet."""
         assert self.batch is not None
-        batch, self.batch = self.batch, None
         self.num_batches += 1
-        self.preemptions += sum(isinstance(op, ops.Preempt) for op in batch.ops)
-        result = apply_batch(self.gatekeeper, batch, self.fence, 0)
+        self.preemptions += sum(isinstance(op, ops.Preempt) for op in self.batch.ops)
+        result = apply_batch(self.gatekeeper, self.batch, self.fence, 0)
         assert self.memory.manager is not None
         check_integrity(self.memory.manager)
+        return result
+
+    def finish_batch(self) -> None:
+        result = self.apply_batch()
+        self.batch = None
         self._handle(events.BatchApplied(result))
 
-    def finish_step(self) -> None:
+    def execute_step(self) -> ops.StepResult:
+        """The worker executes the step in flight; nobody has heard of it yet."""
         assert self.step is not None
-        step, self.step = self.step, None
-        self._handle(events.StepExecuted(self.worker.execute(step)))
+        step = self.step
+        self.num_steps += 1
+        result = self.worker.execute(step)
+        self._retained_for = self.num_lives["kvmem"]
+        self.retained = ops.RetainedStep(
+            result,
+            step.sequence_ids,
+            step.num_input_tokens,
+            step.num_computed_tokens,
+            step.num_samples,
+        )
+        return result
+
+    def finish_step(self) -> None:
+        result = self.execute_step()
+        self.step = None
+        self._handle(events.StepExecuted(result))
 
     def run(self, limit: int = 20_000) -> None:
         """Let everything finish, every caller taking what it gets."""
@@ -129,7 +263,10 @@ class World:
                     self.step = step
                 case events.Accepted(request_id):
                     self.callers[request_id].accepted = True
+                case events.Adopted(request_id):
+                    self.adopted.append(request_id)
                 case events.Emit(request_id, deltas, times):
+                    assert request_id not in self.detached
                     self._receive(self.callers[request_id], deltas, last=times is not None)
                     if times is not None:
                         delivered.append(request_id)
@@ -146,7 +283,11 @@ class World:
         assert not caller.aborted, "output after an abort"
         for delta in deltas:
             assert delta.index not in caller.finish, "output after the finish reason"
-            caller.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            tokens = caller.tokens.setdefault(delta.index, [])
+            assert delta.token_offset == len(tokens), "a token is missing, or comes twice"
+            tokens.extend(delta.token_ids)
+            caller.text[delta.index] = caller.text.get(delta.index, "") + delta.text
+            caller.logprobs[delta.index] = delta.cumulative_logprob
             if delta.finish_reason is not None:
                 caller.finish[delta.index] = delta.finish_reason
         caller.done = last
