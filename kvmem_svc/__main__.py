@@ -117,6 +117,15 @@ def main(
             help="The folder of the journal, or none: then the state dies with the process.",
         ),
     ] = "none",
+    journal_segment_mib: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_JOURNAL_SEGMENT_MIB",
+            min=1,
+            max=1024,
+            help="Size at which a segment of the journal is sealed, to be folded.",
+        ),
+    ] = 64,
     discard_damaged_journal: Annotated[
         bool,
         typer.Option(
@@ -132,7 +141,10 @@ def main(
         lease_ttl_ms, resume_grace_ms, recovery_grace_ms, orphan_ttl_ms, result_ttl_ms
     )
     memory, opened_journal, recovered = _memory_and_journal(
-        journal, max_sequences, discard_damaged=discard_damaged_journal
+        journal,
+        max_sequences,
+        segment_bytes=journal_segment_mib * 1024 * 1024,
+        discard_damaged=discard_damaged_journal,
     )
     clean = True
 
@@ -150,7 +162,7 @@ def main(
 
 
 def _memory_and_journal(
-    journal: str, max_sequences: int, *, discard_damaged: bool
+    journal: str, max_sequences: int, *, segment_bytes: int, discard_damaged: bool
 ) -> tuple[KvMemory, Journal | None, bool]:
     """The memory to serve, its journal, and whether it was recovered from that.
 
@@ -161,12 +173,14 @@ def _memory_and_journal(
     # A service without a journal needs nothing of it.
     from kvmem_svc.journal.errors import JournalError
     from kvmem_svc.journal.recover import recover
+    from kvmem_svc.journal.writer import SegmentLimits
 
     try:
         memory, opened, report = recover(
             Path(journal),
             _new_boot_id,
             max_sequences=max_sequences,
+            limits=SegmentLimits(max_bytes=segment_bytes),
             discard_damaged=discard_damaged,
         )
     except JournalError as error:

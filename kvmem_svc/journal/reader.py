@@ -138,7 +138,7 @@ class JournalReader:
             raise JournalDamaged(name, reader.end, "the segment ends within a record")
         self._next_record = reader.next_record
         self.num_torn_bytes += reader.num_torn_bytes
-        self._tail = Tail(number, reader.end, reader.next_record)
+        self._tail = Tail(number, reader.end, header.next_record, reader.next_record)
 
 
 def machine_boot_ids(folder: JournalFolder) -> set[str]:

@@ -129,10 +129,16 @@ def test_a_changed_byte_of_a_snapshot_is_damage(state: bytes, flip: int) -> None
 class Writing:
     """A writer on a folder, and what it has sealed."""
 
-    def __init__(self, path: Path, max_bytes: int = 1 << 20, tail: w.Tail | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int = 1 << 20,
+        tail: w.Tail | None = None,
+        max_records: int = 1000,
+    ) -> None:
         self.folder = JournalFolder(path)
         self.sealed: list[int] = []
-        limits = w.SegmentLimits(max_bytes=max_bytes)
+        limits = w.SegmentLimits(max_bytes=max_bytes, max_records=max_records)
         self.writer = w.SegmentWriter(self.folder, LIFE, tail, limits, self.sealed.append)
 
     def append(self, *contents: bytes) -> None:
@@ -155,11 +161,24 @@ def test_records_go_on_in_the_next_segment_when_one_is_full(tmp_path: Path) -> N
     found, reader = read_folder(tmp_path)
     assert found == contents
     assert reader.life == LIFE
-    assert reader.tail == w.Tail(3, 128 + 46, 6)
+    assert reader.tail == w.Tail(3, 128 + 46, 5, 6)
     writing.append(b"y" * 1000)  # more than a segment holds: it has one of its own
     writing.append(b"z")
     assert read_folder(tmp_path)[0] == [*contents, b"y" * 1000, b"z"]
     assert writing.sealed == [2, 3, 4, 5]
+
+
+def test_a_segment_has_so_many_records_and_no_more(tmp_path: Path) -> None:
+    Writing(tmp_path, max_records=3).append(b"a", b"b", b"c", b"d")
+    _, reader = read_folder(tmp_path)
+    assert reader.tail is not None
+    assert (reader.tail.segment, reader.tail.first_record, reader.tail.next_record) == (2, 4, 5)
+    again = Writing(tmp_path, tail=reader.tail, max_records=3)
+    again.append(b"e", b"f")
+    assert again.sealed == []
+    again.append(b"g")
+    assert again.sealed == [3]
+    assert read_folder(tmp_path)[0] == [b"a", b"b", b"c", b"d", b"e", b"f", b"g"]
 
 
 def test_an_old_segment_is_sealed_although_it_is_not_full(
