@@ -24,19 +24,28 @@ class NaiveSequence:
     num_computed: int = 0
     is_running: bool = False
     table: list[int | None] = field(default_factory=list)
-    # Slots that came filled, slots that may be written, and (step_id, end of the slots filled
-    # by it) of what was handed to the worker.
-    shared_end: int = 0
+    # Slots that may be written, and (step_id, end of the slots filled by it) of what was handed
+    # to the worker, of shared blocks too.
     num_writable: int = 0
     issued: list[tuple[int, int]] = field(default_factory=list)
+    scheduler_state: bytes = b""
 
     @property
     def issued_end(self) -> int:
-        return max((end for _, end in self.issued), default=self.shared_end)
+        return max((end for _, end in self.issued), default=0)
+
+    def executed_end(self, last_executed_step: int) -> int:
+        """Slots that are filled, when no later step was executed."""
+        return max((end for step, end in self.issued if step <= last_executed_step), default=0)
+
+    def issued_up_to(self, end: int) -> list[tuple[int, int]]:
+        """What fills the slots up to `end`, for a sequence that shares them."""
+        return [(step, min(filled, end)) for step, filled in self.issued]
 
     def forget_blocks(self) -> None:
+        self.is_running = False
         self.table, self.issued = [], []
-        self.num_computed = self.num_writable = self.shared_end = 0
+        self.num_computed = self.num_writable = 0
 
 
 @dataclass
@@ -67,23 +76,31 @@ class NaiveWorker:
         self.block_size = block_size
         self.in_flight: list[Work] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.last_executed_step = 0
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        before = dict(self.slots)
+        for src, dst in copies:  # all at once: every source as it was
+            for offset in range(self.block_size):
+                self.slots[dst, offset] = before.get((src, offset), ())
 
     def finish_oldest(self) -> int:
         work = self.in_flight.pop(0)
-        before = dict(self.slots)
-        for src, dst in work.copies:  # all at once: every source as it was
-            for offset in range(self.block_size):
-                self.slots[dst, offset] = before.get((src, offset), ())
+        self.last_executed_step = work.step_id
+        self.copy(work.copies)
         for block, offset, content in work.writes:
             self.slots[block, offset] = content
         for table, tokens, end in work.reads:
-            for position in range(end):
-                slot = table[position // self.block_size], position % self.block_size
-                assert self.slots.get(slot) == tuple(tokens[: position + 1]), (
-                    f"step {work.step_id} reads position {position} of {tokens} in slot {slot}"
-                    f" and finds {self.slots.get(slot)}"
-                )
+            self.read(f"step {work.step_id}", table, tokens, end)
         return work.step_id
+
+    def read(self, who: str, table: list[int], tokens: list[int], end: int) -> None:
+        for position in range(end):
+            slot = table[position // self.block_size], position % self.block_size
+            assert self.slots.get(slot) == tuple(tokens[: position + 1]), (
+                f"{who} reads position {position} of {tokens} in slot {slot}"
+                f" and finds {self.slots.get(slot)}"
+            )
 
 
 class NaiveMemory:
@@ -94,7 +111,8 @@ class NaiveMemory:
         self.max_model_len, self.max_sequences = max_model_len, rows
         self.sequences: dict[int, NaiveSequence] = {}
         self.requests: dict[str, NaiveRequest] = {}
-        self.quarantine: dict[int, int] = {}  # block -> step to be acknowledged
+        # Block -> the step it waits for: until that is acknowledged it is held.
+        self.quarantine: dict[int, int] = {}
         self.step_id, self.acknowledged = 1, 0
         self.step_copies: list[tuple[int, int]] = []
 
@@ -107,29 +125,43 @@ class NaiveMemory:
         return {x for s in self.sequences.values() for x in s.table if x is not None}
 
     def free(self) -> set[int]:
-        return set(range(self.num_blocks)) - self.in_use() - set(self.quarantine)
+        return set(range(self.num_blocks)) - self.in_use() - self.held()
+
+    def held(self) -> set[int]:
+        return {block for block, step in self.quarantine.items() if step > self.acknowledged}
 
     def num_free(self) -> int:
         """Blocks still promised to unread results are not free."""
         promised = sum(sequence.table.count(None) for sequence in self.sequences.values())
         return len(self.free()) - promised
 
-    def acknowledge(self, step_id: int) -> None:
-        self.acknowledged = step_id
-        self.release()
-
     def release(self) -> None:
-        for block in [x for x, step in self.quarantine.items() if step <= self.acknowledged]:
-            del self.quarantine[block]
+        """The memory service was told of all that is acknowledged."""
+        held = self.held()
+        self.quarantine = {x: step for x, step in self.quarantine.items() if x in held}
 
-    def retire(self, blocks: list[int | None]) -> None:
+    def retire(self, blocks: list[int | None], release_step: int | None = None) -> None:
         """Called after the blocks left a table: those nobody holds wait for their step."""
         for block in blocks:
             if block is not None and self.ref_count(block) == 0:
                 copied = any(block in pair for pair in self.step_copies)
                 step = self.step_id if copied else self.step_id - 1
-                if step > self.acknowledged:
-                    self.quarantine[block] = step
+                self.quarantine[block] = step if release_step is None else release_step
+
+    def take_over(
+        self, step_id: int, acknowledged: int, lost_copies: list[list[tuple[int, int]]]
+    ) -> list[tuple[int, int]]:
+        """The next holder prepares `step_id`; of the copies that steps which will never be
+        executed were to make, oldest step first, it makes those that somebody needs."""
+        pending: dict[int, int] = {}
+        for copies in lost_copies:
+            pending |= {dst: pending.get(src, src) for src, dst in copies}
+        self.step_copies = [(src, dst) for dst, src in pending.items() if dst in self.in_use()]
+        for block in {block for pair in self.step_copies for block in pair}:
+            if block in self.quarantine:
+                self.quarantine[block] = max(self.quarantine[block], step_id)
+        self.step_id, self.acknowledged = step_id, acknowledged
+        return self.step_copies
 
     # --- ops ---------------------------------------------------------------------------
 
@@ -188,7 +220,7 @@ class NaiveMemory:
         return b.PoolLevels(
             num_free_blocks=len(self.free()),
             num_in_use_blocks=len(self.in_use()),
-            num_quarantined_blocks=len(self.quarantine),
+            num_quarantined_blocks=len(self.held()),
             num_free_sequences=self.max_sequences - len(self.sequences),
         )
 

@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.batch import OpStatus
 from kvmem_svc.core.errors import BatchConflict
+from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import Expire, Mutation, PoolConfirmed, Reply, Session
 from kvmem_svc.core.sequences import Status
-from kvmem_svc.core.views import SequenceView, sequence_views
+from kvmem_svc.core.views import SequenceView, adopted_requests, sequence_views
 from tests.kvmem.naive import NaiveMemory, NaiveRequest, NaiveSequence, NaiveWorker, Work, expect
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES = 14, 3, 17, 7
@@ -46,17 +48,37 @@ class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = KvMemory("boot", max_sequences=MAX_SEQUENCES)
+        self.mutations: list[tuple[Mutation, Reply]] = []
+        self.gatekeeper = self.new_gatekeeper(recovered=False)
         self.model = NaiveMemory(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES)
         self.num_workers = self.num_requests = 0
         self.sent: list[tuple[b.Batch, b.BatchResult]] = []
         self.past_ids: set[int] = set()
-        self.memory.open_session("test", 0, held_by_stream=True)
+        self.gatekeeper.open_session("test", 0)
         self.attach_another_worker()
+
+    def new_gatekeeper(self, *, recovered: bool) -> Gatekeeper:
+        def log(mutation: Mutation, reply: Reply) -> None:
+            self.mutations.append((mutation, reply))
+
+        return Gatekeeper(self.memory, on_mutation=log, recovered=recovered)
+
+    def teardown(self) -> None:
+        """The log of the mutations leads to the same state, with the same replies."""
+        replayed = KvMemory("boot", max_sequences=MAX_SEQUENCES)
+        for mutation, reply in self.mutations:
+            assert repr(replayed.commit(mutation)) == repr(reply)
+        assert replayed.manager is not None
+        assert self.memory.manager is not None
+        same = repr(adopted_requests(self.memory.manager))
+        assert repr(adopted_requests(replayed.manager)) == same
+        assert replayed.stats() == self.memory.stats()
 
     # --- sending -----------------------------------------------------------------------
 
     def send(self, *ops: b.Op) -> b.BatchResult:
         """One batch. The model's newly given blocks are read from the result."""
+        self.model.release()
         free_before = self.model.free()
         batch = b.Batch(
             self.memory.ledger.fence(),
@@ -66,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
             ops,
             repr(ops).encode(),
         )
-        result = self.memory.apply(batch, 0)
+        result = self.gatekeeper.apply(batch, 0)
         self.sent = [*self.sent[-7:], (batch, result)]
         self.free_before = free_before | self.model.free()
         return result
@@ -138,10 +160,50 @@ class MemoryMachine(RuleBasedStateMachine):
         assert isinstance(arrived, b.Arrived)
         assert arrived.sequence_id not in self.past_ids, "an id was given twice"
         self.past_ids.add(arrived.sequence_id)
+        assert not arrived.candidate_sequence_ids
         self.model.requests[name] = NaiveRequest(num_candidates)
         self.model.sequences[arrived.sequence_id] = NaiveSequence(
             arrived.sequence_id, name, 0, prompt
         )
+
+    @rule(data=st.data(), prompt=prompts, chance=seldom)
+    def arrive_again(self, data: st.DataObject, prompt: list[int], chance: int) -> None:
+        """A request of another life, with what its candidates had."""
+        if chance > 2:
+            return
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        numbers = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+        outputs = [data.draw(st.lists(token, max_size=4)) for _ in numbers]
+        reasons = [data.draw(st.sampled_from([0, 0, 1, 3])) for _ in numbers]
+        states = [data.draw(st.sampled_from([b"", b"12345678", b"a long state"])) for _ in numbers]
+        candidates = [
+            b.ArrivingCandidate(number, i32(output), reason, state)
+            for number, output, reason, state in zip(numbers, outputs, reasons, states, strict=True)
+        ]
+        result = self.send(b.Arrive(name, i32(prompt), 4, candidates=candidates)).results[0]
+        no_room = len(self.model.sequences) + reasons.count(0) > MAX_SEQUENCES
+        if no_room or len(self.model.requests) == 4 * MAX_SEQUENCES:
+            expect(result, OpStatus.NO_FREE_SEQUENCES)
+            return
+        arrived = expect(result, OpStatus.OK).value
+        assert isinstance(arrived, b.Arrived)
+        ids = arrived.candidate_sequence_ids
+        assert ids[0] == arrived.sequence_id
+        assert not self.past_ids & set(ids)
+        self.past_ids |= set(ids)
+        request = self.model.requests[name] = NaiveRequest(4)
+        for sequence_id, one, output in zip(ids, candidates, outputs, strict=True):
+            if one.finish_reason:
+                request.finished[one.candidate] = (sequence_id, one.finish_reason)
+            else:
+                self.model.sequences[sequence_id] = NaiveSequence(
+                    sequence_id,
+                    name,
+                    one.candidate,
+                    prompt + output,
+                    scheduler_state=one.scheduler_state,
+                )
 
     @precondition(lambda self: self.waiting())
     @rule(data=st.data())
@@ -171,8 +233,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert blocks[: op.num_shared_blocks] == shared
             given += blocks[op.num_shared_blocks :]
             member.is_running, member.table = True, blocks
-            member.num_computed = member.shared_end = op.num_shared_blocks * BLOCK_SIZE
+            member.num_computed = op.num_shared_blocks * BLOCK_SIZE
             member.num_writable = op.num_slots
+            if op.num_shared_blocks:
+                source = self.model.sequences[op.share_from]
+                member.issued = source.issued_up_to(member.num_computed)
         self.receive_blocks(given)
 
     def pick_shared(
@@ -197,8 +262,11 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         victims = self.pick_some(data, self.model.running())
         self.expect_ok(b.Preempt([s.sequence_id for s in victims]))
+        self.take_blocks(victims)
+
+    def take_blocks(self, victims: list[NaiveSequence]) -> None:
         for victim in victims:
-            blocks, victim.is_running = victim.table, False
+            blocks = victim.table
             victim.forget_blocks()
             self.model.retire(blocks)
 
@@ -244,12 +312,32 @@ class MemoryMachine(RuleBasedStateMachine):
             room = MAX_MODEL_LEN + 1 - len(sequence.tokens)
             new.append(data.draw(st.lists(token, max_size=min(room, 4))))
             sequence.tokens = sequence.tokens + new[-1]
+        words = u64(self.draw_words(data, chosen))
         return b.Commit(
             u64([s.sequence_id for s in chosen]),
             i32([t for tokens in new for t in tokens]),
             i32([s.num_computed for s in chosen]),
             i32([len(tokens) for tokens in new]),
+            self.draw_states(data, chosen),  # after the words: these count
+            words,
         )
+
+    def draw_words(self, data: st.DataObject, chosen: list[NaiveSequence]) -> list[int]:
+        """A scheduler_state of 8 bytes for all, or none."""
+        words = data.draw(st.one_of(st.just([]), st.just([7 + i for i in range(len(chosen))])))
+        for sequence, word in zip(chosen, words, strict=False):
+            sequence.scheduler_state = word.to_bytes(8, "little")
+        return words
+
+    def draw_states(
+        self, data: st.DataObject, chosen: list[NaiveSequence]
+    ) -> list[tuple[int, bytes]]:
+        """A scheduler_state of any length for one of them, or none."""
+        state = data.draw(st.sampled_from([None, None, b"", b"long"]))
+        if state is None:
+            return []
+        chosen[0].scheduler_state = state
+        return [(chosen[0].sequence_id, state)]
 
     @precondition(lambda self: self.model.running())
     @rule(data=st.data(), with_commit=st.booleans(), grouped=st.booleans())
@@ -280,7 +368,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.lists(token, max_size=4))
     def append(self, data: st.DataObject, tokens: list[int]) -> None:
         """Only where nothing is in flight: it takes all earlier tokens for computed."""
-        ready = [s for s in self.model.running() if s.issued_end == len(s.tokens)]
+        last = self.worker.last_executed_step
+        ready = [s for s in self.model.running() if s.executed_end(last) == len(s.tokens)]
         ready = [s for s in ready if len(s.tokens) + len(tokens) <= MAX_MODEL_LEN]
         if not ready:
             return
@@ -302,7 +391,8 @@ class MemoryMachine(RuleBasedStateMachine):
         numbers = self.model.free_candidates(parent.request_id)[:num_children]
         tokens = data.draw(st.lists(token, min_size=1 + num_children, max_size=1 + num_children))
         tokens = tokens if with_tokens else []
-        op = b.Fork(parent.sequence_id, num_children, i32(tokens))
+        words = [9 + i for i in range(1 + num_children)] if data.draw(st.booleans()) else []
+        op = b.Fork(parent.sequence_id, num_children, i32(tokens), u64(words))
         result = self.send(op).results[0]
         if len(numbers) < num_children or (tokens and len(parent.tokens) > MAX_MODEL_LEN):
             expect(result, OpStatus.INVALID_ARGUMENT)
@@ -330,7 +420,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 issued=list(parent.issued),
             )
             self.model.sequences[child_id] = child
+            if words:
+                child.scheduler_state = words[1 + i].to_bytes(8, "little")
         parent.tokens = parent.tokens + tokens[:1]
+        if words:
+            parent.scheduler_state = words[0].to_bytes(8, "little")
 
     @precondition(lambda self: len(self.worker.in_flight) < MAX_IN_FLIGHT)
     @rule()
@@ -355,13 +449,15 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(told=st.booleans())
     def finish_step(self, told: bool) -> None:
         """The oldest step is done: acknowledged with the next batch, and its results committed."""
-        self.model.acknowledge(self.worker.finish_oldest())
-        if not told:
-            return
+        self.model.acknowledged = self.worker.finish_oldest()
+        if told:
+            self.tell_what_is_computed()
+
+    def tell_what_is_computed(self) -> None:
         done = []
         for sequence in self.model.running():
-            ends = [end for step, end in sequence.issued if step <= self.model.acknowledged]
-            sequence.num_computed = max([sequence.num_computed, *ends])
+            executed = sequence.executed_end(self.worker.last_executed_step)
+            sequence.num_computed = max(sequence.num_computed, executed)
             done.append(sequence)
         ids, computed = [s.sequence_id for s in done], [s.num_computed for s in done]
         self.expect_ok(b.Commit(u64(ids), i32([]), i32(computed), i32([0] * len(ids))))
@@ -424,9 +520,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def send_again(self, data: st.DataObject) -> None:
         """The same batch: the same result. The same number with other ops: refused."""
         batch, result = data.draw(st.sampled_from(self.sent))
-        assert self.memory.apply(batch, 0) is result
+        assert self.gatekeeper.apply(batch, 0) is result
         try:
-            self.memory.apply(dataclasses.replace(batch, digest=b"other"), 0)
+            self.gatekeeper.apply(dataclasses.replace(batch, digest=b"other"), 0)
         except BatchConflict:
             return
         raise AssertionError("other ops under a used number were accepted")
@@ -440,34 +536,160 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def attach_another_worker(self) -> None:
         self.num_workers += 1
-        self.memory.attach_pool(
-            self.memory.ledger.fence(), f"worker {self.num_workers}", GEOMETRY, 0
-        )
         self.worker = NaiveWorker(BLOCK_SIZE)
+        confirmed = self.confirm_pool()
+        assert confirmed == PoolConfirmed(is_new_pool=True)
         self.sent = []
         self.model.quarantine, self.model.step_copies = {}, []
+        self.model.step_id = self.memory.last_step_id
+        self.model.acknowledged = self.memory.acknowledged_step
         for sequence in self.model.sequences.values():
-            sequence.is_running = False
             sequence.forget_blocks()
 
-    @rule(chance=seldom)
-    def another_session(self, chance: int) -> None:
-        """The former holder's last step may have been issued: its blocks wait for it."""
-        if chance:
+    def confirm_pool(self) -> PoolConfirmed:
+        return self.gatekeeper.attach_pool(
+            self.memory.ledger.fence(),
+            f"worker {self.num_workers}",
+            GEOMETRY,
+            0,
+            self.worker.last_executed_step,
+        )
+
+    @rule(
+        data=st.data(),
+        issue=st.booleans(),
+        num_executed=st.integers(0, MAX_IN_FLIGHT),
+        expire=seldom,
+        worker_too=seldom,
+        chance=seldom,
+    )
+    def take_over(
+        self,
+        data: st.DataObject,
+        issue: bool,
+        num_executed: int,
+        expire: int,
+        worker_too: int,
+        chance: int,
+    ) -> None:
+        """The holder dies with steps in flight, of which the worker executes some; the next one
+        goes on from what the memory service has."""
+        if chance > 2:
             return
-        self.memory.ledger.close(self.memory.ledger.fence().session_id)
-        self.memory.open_session("another", 0, held_by_stream=True)
-        if self.memory.last_step_id == self.model.step_id:
+        if issue and len(self.worker.in_flight) < MAX_IN_FLIGHT:
             self.issue_step()
+        for _ in range(min(num_executed, len(self.worker.in_flight))):
+            self.worker.finish_oldest()
+        # What the dead holder knew, and did not tell, is gone with it.
+        self.model.acknowledged = self.memory.acknowledged_step
+        lost = [work.copies for work in self.worker.in_flight]
+        self.worker.in_flight = []
         self.sent = []
-        taken_back = self.model.in_use()
-        self.model.sequences, self.model.requests = {}, {}
-        if self.memory.last_step_id > self.model.acknowledged:
-            self.model.quarantine |= dict.fromkeys(taken_back, self.memory.last_step_id)
-        assert self.memory.manager is not None
-        held = set(self.memory.manager.pool.quarantined_blocks().tolist())
-        for work in self.worker.in_flight:
-            assert work.touched() <= held, f"step {work.step_id} can still touch free blocks"
+        if not expire:
+            self.expire(data)
+        self.gatekeeper.abandon_session(self.open_session())
+        self.gatekeeper.open_session("another", 0)
+        if not worker_too:
+            self.attach_another_worker()
+            return
+        last = self.worker.last_executed_step
+        pending = self.model.take_over(
+            max(self.memory.last_step_id, last + 1),
+            max(self.memory.acknowledged_step, last),
+            [*lost, self.model.step_copies],
+        )
+        self.go_on_from(self.confirm_pool(), pending)
+
+    def open_session(self) -> Session:
+        session = self.memory.ledger.session
+        assert session is not None
+        return session
+
+    def go_on_from(self, confirmed: PoolConfirmed, pending: list[tuple[int, int]]) -> None:
+        """Adopt everything; what is said to be computed must be there, once the pending copies
+        are made."""
+        copies = confirmed.pending_copies
+        assert sorted((one.src_block_id, one.dst_block_id) for one in copies) == sorted(pending)
+        for one in copies:
+            assert one.dst_block_id in self.model.sequences[one.sequence_id].table
+        assert not confirmed.is_new_pool
+        assert self.memory.last_step_id == self.model.step_id
+        assert self.memory.levels() == self.model.expected_levels()
+        assert self.confirm_pool() == confirmed, "asked again, another answer"
+        self.check_adopted()
+        imagined = NaiveWorker(BLOCK_SIZE)
+        imagined.slots = dict(self.worker.slots)
+        imagined.copy(pending)
+        last, baseless = self.worker.last_executed_step, []
+        for sequence in self.model.running():
+            sequence.issued = [(step, end) for step, end in sequence.issued if step <= last]
+            sequence.num_writable = sequence.num_computed
+            if sequence.num_computed > sequence.issued_end:
+                # It shares blocks which a lost step was to fill for another one.
+                baseless.append(sequence)
+                continue
+            table = [block for block in sequence.table if block is not None]
+            who = f"adopted {sequence.sequence_id}"
+            imagined.read(who, table, sequence.tokens, sequence.num_computed)
+        # Every step before the next one is over, or will never be.
+        self.model.acknowledged = self.model.step_id - 1
+        if baseless:
+            self.expect_ok(b.Preempt([s.sequence_id for s in baseless]))
+            self.take_blocks(baseless)
+
+    def check_adopted(self) -> None:
+        adopted = self.gatekeeper.adopt(self.memory.ledger.fence(), 0)
+        assert [one.request_id for one in adopted] == list(self.model.requests)
+        for request in adopted:
+            model = self.model.requests[request.request_id]
+            assert request.num_candidates == model.num_candidates
+            ended = [one for one in request.sequences if one.status == Status.FINISHED]
+            assert {
+                one.candidate: (one.sequence_id, one.finish_reason) for one in ended
+            } == model.finished
+            live = {s.sequence_id: s for s in self.model.of_request(request.request_id)}
+            assert len(live) + len(ended) == len(request.sequences)
+            for one in request.sequences[: len(live)]:
+                sequence = live[one.sequence_id]
+                assert one.candidate == sequence.candidate
+                assert (one.status == Status.RUNNING) == sequence.is_running
+                tokens = [*request.prompt_token_ids.tolist(), *one.output_token_ids.tolist()]
+                assert tokens == sequence.tokens
+                assert one.num_computed_tokens == sequence.num_computed
+                assert one.block_ids.tolist() == sequence.table
+                assert one.scheduler_state == sequence.scheduler_state
+
+    def expire(self, data: st.DataObject) -> None:
+        """Some requests wait for too long in between."""
+        self.gatekeeper.close_session(self.memory.ledger.fence(), 0)
+        names = sorted(self.model.requests)
+        ended = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+        mutation = Expire([*ended, "never heard of"])
+        self.mutations.append((mutation, self.memory.commit(mutation)))
+        for name in set(ended):
+            sequences = self.model.of_request(name)
+            for sequence in sequences:
+                del self.model.sequences[sequence.sequence_id]
+            del self.model.requests[name]
+            for sequence in sequences:
+                self.model.retire(sequence.table, self.memory.last_step_id)
+        assert self.memory.levels() == self.model.expected_levels()
+        self.gatekeeper.open_session("in between", 0)
+
+    @rule(recovered=st.booleans(), chance=seldom)
+    def resume(self, recovered: bool, chance: int) -> None:
+        """The stream broke, or the memory service recovered: the holder goes on with its view."""
+        if chance > 2:
+            return
+        ledger = self.memory.ledger
+        if recovered:
+            self.gatekeeper = self.new_gatekeeper(recovered=True)
+        else:
+            self.gatekeeper.release_session(self.open_session(), 0)
+        self.gatekeeper.resume_session(ledger.fence(), ledger.next_batch_seq - 1, 0)
+        assert self.gatekeeper.mutations_open == (not recovered)
+        if recovered:
+            assert not self.confirm_pool().is_new_pool
 
     # --- always ------------------------------------------------------------------------
 
@@ -493,6 +715,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert view.block_ids.tolist() == sequence.table
             assert view.num_computed_tokens == sequence.num_computed
             assert view.candidate == sequence.candidate
+            assert manager.sequences.scheduler_state(row) == sequence.scheduler_state
             tokens = manager.sequences.tokens[row, : view.num_tokens].tolist()
             assert tokens == sequence.tokens
         assert {v.sequence_id for v in views} - set(live) == set(self.model.finished_ids())

@@ -72,10 +72,12 @@ def test_a_lease_is_extended_by_the_time_in_which_nobody_could_speak() -> None:
 
 def test_time_that_goes_back_changes_nothing() -> None:
     driver = Driver()
-    driver.gatekeeper.tick(10_000)
+    driver.gatekeeper.tick(10_000)  # counts for 500
     driver.gatekeeper.tick(1_000)
-    driver.gatekeeper.tick(1_400)
-    driver.gatekeeper.apply(driver.batch(), 1_499)
+    pass_time(driver.gatekeeper, 1_000, 1_499)
+    with pytest.raises(errors.SessionHeld):
+        driver.gatekeeper.open_session("other", 1_499)
+    driver.gatekeeper.open_session("other", 1_500)
 
 
 def test_a_closed_session_is_unknown() -> None:

@@ -330,9 +330,12 @@ def test_the_next_holder_is_told_everything() -> None:
 def test_what_was_adopted_is_as_of_then() -> None:
     driver = Driver()
     running = driver.run("a", 5)
+    driver.do(b.Append(running, i32(1)))
     [before] = adopt(driver)["a"].sequences
-    driver.do(b.Append(running, i32(1, 2, 3, 4)))
-    assert before.output_token_ids.size == 0
+    driver.do(b.Append(running, i32(2, 3, 4)))
+    driver.do(b.Free([running]))
+    driver.arrive("b", 8)  # in its row
+    assert before.output_token_ids.tolist() == [1]
     assert before.block_ids.size == 2
 
 
@@ -453,7 +456,9 @@ def test_the_same_mutations_lead_to_the_same_state_with_the_same_replies() -> No
     begin(driver, 2, 1)
     append(driver, child)
     again = driver.batch(b.Append(child, i32(7)), batch_seq=4)  # no mutation
+    num_mutations = len(driver.mutations)
     driver.gatekeeper.apply(again, 0)
+    assert len(driver.mutations) == num_mutations
     close(driver, 0)
     driver.gatekeeper.open_session("other", 0)
     driver.confirm(last_executed_step=1)
