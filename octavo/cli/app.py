@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from octavo.cli import kvmem_cli
+
 if TYPE_CHECKING:
     from octavo.client import Client
 
@@ -23,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Octavo: PagedAttention serving, split into services.",
 )
+app.add_typer(kvmem_cli.app, name="kvmem")
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 

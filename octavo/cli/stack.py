@@ -42,7 +42,7 @@ class StackOptions:
 
 
 def service_specs(
-    options: StackOptions, model_path: str, addresses: Mapping[str, str]
+    options: StackOptions, model_path: str, addresses: Mapping[str, str], journal: Path
 ) -> list[ServiceSpec]:
     """The commands of the three services, in the order in which they are to drain."""
     limits = [
@@ -60,7 +60,7 @@ def service_specs(
         *_given("--kv-memory", options.kv_memory),
         *limits,
     ]
-    kvmem = ["--address", addresses["kvmem"]]
+    kvmem = ["--address", addresses["kvmem"], "--journal", str(journal)]
     common = _given("--log-level", options.log_level)
     modules = {"scheduler": "scheduler_svc", "worker": "model_worker", "kvmem": "kvmem_svc"}
     arguments = {"scheduler": scheduler, "worker": worker, "kvmem": kvmem}
@@ -155,7 +155,7 @@ class Stack:
         """Start the three services and keep `state.json` true of them."""
         self._model_path = model_path
         self.supervisor = Supervisor(
-            service_specs(self.options, model_path, self.addresses),
+            service_specs(self.options, model_path, self.addresses, self._state.journal_path),
             self.log,
             env=self.env,
             config=self._config,

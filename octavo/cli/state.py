@@ -54,6 +54,11 @@ def default_state_dir() -> Path:
     return Path(chosen) if chosen else Path(platformdirs.user_state_dir("octavo"))
 
 
+def journal_path(state_dir: Path) -> Path:
+    """Where the memory service of the stack in `state_dir` keeps its journal."""
+    return state_dir.absolute() / "journal"
+
+
 class StateDir:
     """One state folder, made readable by its owner alone: prompts pass through what is in it.
 
@@ -67,6 +72,7 @@ class StateDir:
         except OSError as error:
             raise StateError(f"cannot use the state folder {self.path}: {error}") from error
         self.log_path = self.path / "octavo.log"
+        self.journal_path = journal_path(self.path)
         self._state_path = self.path / "state.json"
 
     @contextlib.contextmanager

@@ -157,7 +157,8 @@ def test_up_serves_restarts_what_dies_and_drains_in_order(
     pids = up.pids()
     assert up.stop() == 0
     assert all(map(gone, pids.values()))
-    assert sorted(path.name for path in socket_dir.iterdir()) == ["lock", "octavo.log"]
+    assert sorted(path.name for path in socket_dir.iterdir()) == ["journal", "lock", "octavo.log"]
+    assert (socket_dir / "journal" / "000001.log").stat().st_size > 0
     output = up.output()
     assert "worker: was killed by SIGKILL; starting it again in 50 ms" in output
     ended = re.findall(r"^(\w+) has ended\.$", output, re.MULTILINE)
