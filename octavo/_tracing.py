@@ -31,6 +31,7 @@ class RequestSpan:
         *,
         num_prompt_tokens: int,
         num_output_tokens: int,
+        num_reconnects: int = 0,
         cancelled: bool = False,
     ) -> None:
         """Close the span, if it is ours, with what became of the request."""
@@ -38,6 +39,8 @@ class RequestSpan:
             return
         self._span.set_attribute("octavo.num_prompt_tokens", num_prompt_tokens)
         self._span.set_attribute("octavo.num_output_tokens", num_output_tokens)
+        if num_reconnects:
+            self._span.set_attribute("octavo.num_reconnects", num_reconnects)
         if cancelled:
             self._span.set_attribute("octavo.cancelled", True)
         if error is not None:

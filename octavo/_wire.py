@@ -1,4 +1,4 @@
-"""Between the SDK's types and the wire: requests built, replies folded, errors mapped.
+"""Between the SDK's types and the wire: requests built, replies read, errors mapped.
 
 Everything here is a function of its arguments, and both clients are thin shells over it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -17,7 +17,8 @@ from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2
 
 from octavo import types
-from octavo.errors import InvalidArgumentError, OctavoError, RpcError, class_of_code
+from octavo._reconnect import Failure
+from octavo.errors import InvalidArgumentError, OctavoError, class_of_code
 from octavo.service.errors import REASONS, ServiceError
 from octavo.v1 import inference_pb2, types_pb2
 
@@ -25,12 +26,9 @@ Prompt = str | Sequence[int]
 Conversation = str | Sequence[types.Message]
 Reply = TypeVar("Reply")
 
-FINISH_REASONS: dict[int, types.FinishReason] = {
-    types_pb2.FINISH_REASON_STOP: types.FinishReason.STOP,
-    types_pb2.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
-    types_pb2.FINISH_REASON_ABORT: types.FinishReason.ABORT,
-    types_pb2.FINISH_REASON_KV_CAPACITY: types.FinishReason.KV_CAPACITY,
-}
+SECRET_BYTES = 16
+# In the metadata of NOT_LEADER: where the requests are.
+HOLDER_ADDRESS_KEY = "holder_address"
 
 # What each type of field can carry, in words. The server's ranges are narrower.
 _CARRIES = {
@@ -51,6 +49,8 @@ class UnaryCall(Generic[Reply]):
     method: str
     request: ProtoMessage
     read: Callable[[Any], Reply]
+    # Whether no other server could have a better reply than this one.
+    settles: Callable[[Reply], bool] = lambda _: True
 
 
 # ---------------------------------------------------------------- requests
@@ -82,6 +82,21 @@ def chat_request(
     return request
 
 
+def attach(
+    request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+    secret: bytes,
+    detach_ttl_s: float,
+) -> None:
+    """Let its caller come back to `request`. Raises InvalidArgumentError for a bad TTL."""
+    request.attachment.secret = secret
+    if not 0 <= detach_ttl_s * 1000 < 2**32:
+        raise InvalidArgumentError(
+            f"detach_ttl_s is {detach_ttl_s!r}; it must be in [0, {(2**32 - 1) // 1000}]",
+            reason="INVALID_PARAMETER",
+        )
+    request.attachment.detach_ttl_ms = round(detach_ttl_s * 1000)
+
+
 def tokenize_call(text: str | Sequence[types.Message]) -> UnaryCall[tuple[int, ...]]:
     """Token ids of a text, or of a conversation put through the model's chat template."""
     request = inference_pb2.TokenizeRequest()
@@ -93,10 +108,12 @@ def tokenize_call(text: str | Sequence[types.Message]) -> UnaryCall[tuple[int, .
     return UnaryCall("inference", "Tokenize", request, lambda reply: tuple(reply.token_ids))
 
 
-def abort_call(request_id: str) -> UnaryCall[bool]:
-    request = inference_pb2.AbortRequest()
+def abort_call(request_id: str, attach_secret: bytes = b"") -> UnaryCall[bool]:
+    """With a secret the call is for the one request that was made with it, and no namesake."""
+    request = inference_pb2.AbortRequest(attach_secret=attach_secret)
     _set(request, "request_id", request_id)
-    return UnaryCall("inference", "Abort", request, lambda reply: reply.aborted)
+    # A server that has it not may be one that does not own the requests.
+    return UnaryCall("inference", "Abort", request, lambda reply: reply.aborted, bool)
 
 
 def model_call() -> UnaryCall[types.ModelDescription]:
@@ -109,7 +126,8 @@ def list_requests_call() -> UnaryCall[tuple[types.RequestSummary, ...]]:
 
 
 def health_call() -> UnaryCall[types.Health]:
-    return UnaryCall("health", "Check", health_pb2.HealthCheckRequest(), _read_health)
+    request = health_pb2.HealthCheckRequest()
+    return UnaryCall("health", "Check", request, _read_health, lambda health: health.serving)
 
 
 def num_candidates(params: types.SamplingParams | None) -> int:
@@ -171,92 +189,6 @@ def _uncarriable(
 # ---------------------------------------------------------------- replies
 
 
-@dataclass
-class _CandidateFold:
-    """One candidate while its deltas come in."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    newest: types.CandidateChunk | None = None
-
-
-class GenerationFold:
-    """Folds the replies to one request into chunks and, at the end, a Generation."""
-
-    def __init__(self, request_id: str, num_candidates: int) -> None:
-        self.request_id = request_id
-        self.seed = 0
-        self.num_prompt_tokens = 0
-        self._accepted = False
-        self._num_candidates = num_candidates
-        self._candidates: dict[int, _CandidateFold] = {}
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all candidates so far."""
-        return sum(len(candidate.token_ids) for candidate in self._candidates.values())
-
-    def add(self, reply: inference_pb2.GenerateReply) -> types.Chunk:
-        """Take in the next reply. Raises RpcError for one that fits no request of ours."""
-        if not self._accepted:
-            self._accepted = True
-            self.request_id = reply.request_id
-            self.seed = reply.seed
-            self.num_prompt_tokens = reply.num_prompt_tokens
-        chunks = tuple(_read_delta(delta) for delta in reply.deltas)
-        for chunk in chunks:
-            self._take(chunk)
-        return types.Chunk(self.request_id, self.seed, self.num_prompt_tokens, chunks)
-
-    def _take(self, chunk: types.CandidateChunk) -> None:
-        if chunk.index >= self._num_candidates:
-            raise _broken(f"the server sent candidate {chunk.index}, which nobody asked for")
-        candidate = self._candidates.setdefault(chunk.index, _CandidateFold())
-        if candidate.newest is not None and candidate.newest.finish_reason is not None:
-            raise _broken(f"the server went on with candidate {chunk.index} after its end")
-        candidate.texts.append(chunk.text)
-        candidate.token_ids.extend(chunk.token_ids)
-        candidate.newest = chunk
-
-    def generation(self) -> types.Generation:
-        """The whole result. Raises RpcError when a candidate has not finished."""
-        return types.Generation(
-            self.request_id,
-            self.seed,
-            self.num_prompt_tokens,
-            tuple(
-                _finished(index, self._candidates.get(index))
-                for index in range(self._num_candidates)
-            ),
-        )
-
-
-def _finished(index: int, candidate: _CandidateFold | None) -> types.Candidate:
-    newest = None if candidate is None else candidate.newest
-    if candidate is None or newest is None or newest.finish_reason is None:
-        raise _broken(f"the answer ended before candidate {index} had finished")
-    return types.Candidate(
-        index,
-        "".join(candidate.texts),
-        tuple(candidate.token_ids),
-        newest.finish_reason,
-        newest.matched_stop,
-        newest.cumulative_logprob,
-    )
-
-
-def _read_delta(delta: inference_pb2.CandidateDelta) -> types.CandidateChunk:
-    matched = delta.WhichOneof("matched")
-    return types.CandidateChunk(
-        delta.index,
-        delta.text,
-        tuple(delta.token_ids),
-        FINISH_REASONS.get(delta.finish_reason),
-        None if matched is None else getattr(delta, matched),
-        delta.cumulative_logprob,
-    )
-
-
 def _read_health(reply: health_pb2.HealthCheckResponse) -> types.Health:
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
     return types.Health(reply.status == health_pb2.HealthCheckResponse.SERVING, name)
@@ -303,18 +235,22 @@ def _read_requests(reply: inference_pb2.ListRequestsReply) -> tuple[types.Reques
 
 def error_of(failure: grpc.RpcError) -> OctavoError:
     """The SDK's error for a failed call: by the server's ErrorInfo, else by the status code."""
+    return failure_of(failure).error
+
+
+def failure_of(failure: grpc.RpcError) -> Failure:
+    """`error_of`, with what the server tells about where else to go."""
     try:
         told = ServiceError.from_rpc_error(failure)
     except DecodeError:
         told = None  # another kind of server's details
     if told is not None:
         cls = class_of_code(REASONS[told.reason].code)
-        return cls(told.message, reason=told.reason, retry_after_ms=told.retry_after_ms)
+        error = cls(told.message, reason=told.reason, retry_after_ms=told.retry_after_ms)
+        holder_address = told.metadata.get(HOLDER_ADDRESS_KEY, "")
+        return Failure(error, told=True, holder_address=holder_address, cause=failure)
     # Both kinds of failed call have these; their common base class does not say so.
     call: Any = failure
     code: grpc.StatusCode = call.code() or grpc.StatusCode.UNKNOWN
-    return class_of_code(code)(call.details() or code.value[1], reason=code.name)
-
-
-def _broken(message: str) -> RpcError:
-    return RpcError(message, reason="INTERNAL")
+    error = class_of_code(code)(call.details() or code.value[1], reason=code.name)
+    return Failure(error, cause=failure)

@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from octavo import admin_types as types
-from octavo._wire import FINISH_REASONS, read_geometry
+from octavo._fold import FINISH_REASONS
+from octavo._wire import read_geometry
 from octavo.service.columns import I32, U64, unpack
 from octavo.v1 import kvmem_pb2, types_pb2
 

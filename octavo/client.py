@@ -1,32 +1,47 @@
 """The clients: `Client` for threads and scripts, `AsyncClient` for asyncio.
 
 They offer the same calls with the same meaning. Each is a thin shell over `octavo._wire`,
-which builds the requests, folds the replies and maps the errors for both.
+which builds the requests and maps the errors for both, and over `octavo._streams`, which opens
+another stream when one breaks.
 
-Every call has a deadline and raises a subclass of `OctavoError`. Leaving a stream early, by
-`close()`, by the end of its `with` block or by dropping the last reference to it, cancels the
-request, and the server stops computing it.
+Every call has a deadline and raises a subclass of `OctavoError`.
+
+A request outlives the processes that work on it: when its stream breaks, because a server died,
+stopped or lost its place, the client comes back to the request, at whichever server has it, and
+goes on after what was received. No chunk comes twice and none is left out. It keeps trying until
+the call's `timeout_s` is over, and then raises the last error; a request that no server has
+accepted yet is tried for `connect_timeout_s` only. A server keeps a request whose caller is away
+for `detach_ttl_s` and then aborts it.
+
+Leaving a stream early, by `close()`, by the end of its `with` block or by dropping the last
+reference to it, aborts the request, and the server stops computing it.
 """
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 import uuid
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Final, Self, TypeVar
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 from opentelemetry.trace import Tracer
 
 from octavo import _tracing, _wire
+from octavo._reconnect import Addresses, Patience
+from octavo._streams import (
+    AsyncChunkStream,
+    ChunkStream,
+    Submission,
+    WireRequest,
+    client_closed,
+)
+from octavo._transport import Aborter, AsyncTransport, Transport
 from octavo._wire import Conversation, Prompt, UnaryCall
-from octavo.errors import InvalidArgumentError, OctavoError, UnavailableError
-from octavo.service.server import CHANNEL_OPTIONS, AddressError, check_address
+from octavo.errors import InvalidArgumentError
+from octavo.service.server import AddressError, check_address
 from octavo.types import (
-    Chunk,
     Generation,
     Health,
     Message,
@@ -34,10 +49,13 @@ from octavo.types import (
     RequestSummary,
     SamplingParams,
 )
-from octavo.v1 import inference_pb2, inference_pb2_grpc
 
-GENERATE_TIMEOUT_S = 600.0
-UNARY_TIMEOUT_S = 5.0
+__all__ = ["AsyncChunkStream", "AsyncClient", "ChunkStream", "Client"]
+
+GENERATE_TIMEOUT_S: Final = 600.0
+UNARY_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0
+DETACH_TTL_S: Final = 10.0
 
 Reply = TypeVar("Reply")
 
@@ -50,148 +68,81 @@ def checked_address(address: str) -> str:
         raise InvalidArgumentError(str(error), reason="INVALID_PARAMETER") from error
 
 
-class _Stubs:
-    """The stubs by the names `UnaryCall.stub` uses."""
-
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
-        self.inference = inference_pb2_grpc.InferenceStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-
-    def method(self, call: UnaryCall[Any]) -> Any:
-        return getattr(getattr(self, call.stub), call.method)
-
-
-class _StreamState:
-    """What both kinds of stream keep: the call, the fold, the span, and whether it ended."""
-
-    def __init__(self, call: Any, fold: _wire.GenerationFold, span: _tracing.RequestSpan) -> None:
-        self._call = call
-        self._fold = fold
-        self._span = span
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        """The id to abort the request with; known before the first chunk."""
-        return self._fold.request_id
-
-    def generation(self) -> Generation:
-        """Everything received, as one result. Raises RpcError before every candidate ended."""
-        return self._fold.generation()
-
-    def _end(self, error: OctavoError | None = None, *, cancelled: bool = False) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        if error is not None or cancelled:
-            self._call.cancel()
-        self._span.end(
-            error,
-            num_prompt_tokens=self._fold.num_prompt_tokens,
-            num_output_tokens=self._fold.num_output_tokens,
-            cancelled=cancelled,
+def checked_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several, each as `checked_address` has it; a string may hold several, with commas."""
+    several = address.split(",") if isinstance(address, str) else address
+    addresses = tuple(dict.fromkeys(checked_address(each.strip()) for each in several))
+    if not addresses:
+        raise InvalidArgumentError(
+            "there is no address; at least one is needed", reason="INVALID_PARAMETER"
         )
-
-    def _take(self, reply: Any) -> Chunk:
-        try:
-            return self._fold.add(reply)
-        except OctavoError as error:
-            self._end(error)
-            raise
-
-    def _failed(self, failure: grpc.RpcError) -> OctavoError:
-        error = _wire.error_of(failure)
-        self._end(error)
-        return error
-
-    def __del__(self) -> None:
-        self._end(cancelled=True)
-
-
-class ChunkStream(_StreamState, Iterator[Chunk]):
-    """An answer as it is made: iterate over it, in a `with` block when you may leave early."""
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        try:
-            reply = next(self._call)
-        except StopIteration:
-            self._end()
-            raise
-        except grpc.RpcError as failure:
-            if self._ended:  # closed by another thread meanwhile
-                raise StopIteration from None
-            raise self._failed(failure) from failure
-        return self._take(reply)
-
-    def close(self) -> None:
-        """Cancel what is still being computed; harmless after the end."""
-        self._end(cancelled=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class AsyncChunkStream(_StreamState, AsyncIterator[Chunk]):
-    """An answer as it is made: `async for`, in an `async with` when you may leave early."""
-
-    async def __anext__(self) -> Chunk:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            reply = await self._call.read()
-        except asyncio.CancelledError:
-            if self._ended and not _task_is_being_cancelled():
-                raise StopAsyncIteration from None  # closed by another task meanwhile
-            raise
-        except grpc.RpcError as failure:
-            raise self._failed(failure) from failure
-        if not isinstance(reply, inference_pb2.GenerateReply):  # grpc.aio.EOF
-            self._end()
-            raise StopAsyncIteration
-        return self._take(reply)
-
-    async def aclose(self) -> None:
-        """Cancel what is still being computed; harmless after the end."""
-        self._end(cancelled=True)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    return addresses
 
 
 class _Connection:
-    """What both clients keep: the address, the tracer, and whether `close` was called."""
+    """What both clients keep, and how they make a request."""
 
-    def __init__(self, address: str, *, tracer: Tracer | None = None) -> None:
-        self.address = checked_address(address)
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        tracer: Tracer | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        self.addresses = checked_addresses(address)
+        self._turn = Addresses(self.addresses)
         self._tracer = tracer
+        self._connect_timeout_s = connect_timeout_s
         self._closed = False
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UnavailableError("this client has been closed", reason="CLIENT_CLOSED")
+            raise client_closed()
+
+    def _submission(
+        self,
+        method: str,
+        request: WireRequest,
+        params: SamplingParams | None,
+        timeout_s: float,
+        detach_ttl_s: float,
+    ) -> Submission:
+        self._check_open()
+        _wire.attach(request, secrets.token_bytes(_wire.SECRET_BYTES), detach_ttl_s)
+        return Submission(
+            method,
+            request,
+            _wire.num_candidates(params),
+            Patience(timeout_s, self._connect_timeout_s),
+            _tracing.start(self._tracer, method, request.request_id),
+        )
 
 
 class Client(_Connection):
     """A connection to an Octavo server, safe to share between threads.
 
-    address: `unix:/path` or `host:port`. Raises InvalidArgumentError for anything else;
+    address: `unix:/path` or `host:port`; several, in a list or with commas, are the servers of
+        one system, of which one has the requests. Raises InvalidArgumentError for anything else;
         whether somebody answers there shows at the first call.
     tracer: where the span of each request goes; by default OpenTelemetry's global provider,
         and nowhere when there is none.
+    connect_timeout_s: how long a request is tried until a server accepts it. 0: once.
     """
 
-    def __init__(self, address: str, *, tracer: Tracer | None = None) -> None:
-        super().__init__(address, tracer=tracer)
-        self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        self._stubs = _Stubs(self._channel)
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        tracer: Tracer | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(address, tracer=tracer, connect_timeout_s=connect_timeout_s)
+        self._transport = Transport(self._turn)
+        self._streams: weakref.WeakSet[ChunkStream] = weakref.WeakSet()
+
+    @cached_property
+    def _aborter(self) -> Aborter:
+        return Aborter(self._transport)
 
     def generate(
         self,
@@ -200,9 +151,16 @@ class Client(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
-        with self.stream(prompt, params, request_id=request_id, timeout_s=timeout_s) as chunks:
+        with self.stream(
+            prompt,
+            params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            detach_ttl_s=detach_ttl_s,
+        ) as chunks:
             return _drain(chunks)
 
     def stream(
@@ -212,10 +170,11 @@ class Client(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> ChunkStream:
         """Like `generate`, chunk by chunk."""
         request = _wire.generate_request(prompt, params, request_id or _new_request_id())
-        return self._stream("Generate", request, params, timeout_s)
+        return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
     def chat(
         self,
@@ -224,10 +183,15 @@ class Client(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
         with self.stream_chat(
-            messages, params, request_id=request_id, timeout_s=timeout_s
+            messages,
+            params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            detach_ttl_s=detach_ttl_s,
         ) as chunks:
             return _drain(chunks)
 
@@ -238,10 +202,11 @@ class Client(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> ChunkStream:
         """Like `chat`, chunk by chunk."""
         request = _wire.chat_request(messages, params, request_id or _new_request_id())
-        return self._stream("Chat", request, params, timeout_s)
+        return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
         """Stop a request from anywhere. False: no such request is live; it may have ended."""
@@ -266,9 +231,13 @@ class Client(_Connection):
         return self._unary(_wire.list_requests_call(), timeout_s)
 
     def close(self) -> None:
-        """Cancel what is open and close the connection."""
+        """Abort what is open and close the connection."""
         self._closed = True
-        self._channel.close()
+        for stream in list(self._streams):
+            stream.end_with_client()
+        if "_aborter" in self.__dict__:
+            self._aborter.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -278,34 +247,25 @@ class Client(_Connection):
 
     def _unary(self, call: UnaryCall[Reply], timeout_s: float) -> Reply:
         self._check_open()
-        try:
-            reply = self._stubs.method(call)(call.request, timeout=timeout_s)
-        except grpc.RpcError as failure:
-            raise _wire.error_of(failure) from failure
-        return call.read(reply)
+        return self._transport.unary(call, timeout_s)
 
-    def _stream(
-        self, method: str, request: Any, params: SamplingParams | None, timeout_s: float
-    ) -> ChunkStream:
-        self._check_open()
-        fold = _wire.GenerationFold(request.request_id, _wire.num_candidates(params))
-        span = _tracing.start(self._tracer, method, request.request_id)
-        start = getattr(self._stubs.inference, method)
-        call = start(request, timeout=timeout_s, metadata=span.metadata)
-        return ChunkStream(call, fold, span)
+    def _begin(self, submission: Submission) -> ChunkStream:
+        stream = ChunkStream(submission, self._transport, self._aborter)
+        self._streams.add(stream)
+        return stream
 
 
 class AsyncClient(_Connection):
     """`Client` for asyncio: use it from the event loop of its first call."""
 
     @cached_property
-    def _channel(self) -> grpc.aio.Channel:
+    def _transport(self) -> AsyncTransport:
         # Made at the first call: a channel belongs to the event loop it is made in.
-        return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return AsyncTransport(self._turn)
 
     @cached_property
-    def _stubs(self) -> _Stubs:
-        return _Stubs(self._channel)
+    def _streams(self) -> weakref.WeakSet[AsyncChunkStream]:
+        return weakref.WeakSet()
 
     async def generate(
         self,
@@ -314,9 +274,16 @@ class AsyncClient(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
-        stream = self.stream(prompt, params, request_id=request_id, timeout_s=timeout_s)
+        stream = self.stream(
+            prompt,
+            params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            detach_ttl_s=detach_ttl_s,
+        )
         async with stream as chunks:
             return await _drain_async(chunks)
 
@@ -327,10 +294,11 @@ class AsyncClient(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> AsyncChunkStream:
         """Like `generate`, chunk by chunk."""
         request = _wire.generate_request(prompt, params, request_id or _new_request_id())
-        return self._stream("Generate", request, params, timeout_s)
+        return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
     async def chat(
         self,
@@ -339,9 +307,16 @@ class AsyncClient(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
-        stream = self.stream_chat(messages, params, request_id=request_id, timeout_s=timeout_s)
+        stream = self.stream_chat(
+            messages,
+            params,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            detach_ttl_s=detach_ttl_s,
+        )
         async with stream as chunks:
             return await _drain_async(chunks)
 
@@ -352,10 +327,11 @@ class AsyncClient(_Connection):
         *,
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
+        detach_ttl_s: float = DETACH_TTL_S,
     ) -> AsyncChunkStream:
         """Like `chat`, chunk by chunk."""
         request = _wire.chat_request(messages, params, request_id or _new_request_id())
-        return self._stream("Chat", request, params, timeout_s)
+        return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
         """Stop a request from anywhere. False: no such request is live; it may have ended."""
@@ -382,9 +358,11 @@ class AsyncClient(_Connection):
         return await self._unary(_wire.list_requests_call(), timeout_s)
 
     async def aclose(self) -> None:
-        """Cancel what is open and close the connection."""
+        """Abort what is open and close the connection."""
         self._closed = True
-        await self._channel.close(None)
+        for stream in list(self._streams):
+            stream.end_with_client()
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -394,26 +372,12 @@ class AsyncClient(_Connection):
 
     async def _unary(self, call: UnaryCall[Reply], timeout_s: float) -> Reply:
         self._check_open()
-        try:
-            reply = await self._stubs.method(call)(call.request, timeout=timeout_s)
-        except grpc.RpcError as failure:
-            raise _wire.error_of(failure) from failure
-        return call.read(reply)
+        return await self._transport.unary(call, timeout_s)
 
-    def _stream(
-        self, method: str, request: Any, params: SamplingParams | None, timeout_s: float
-    ) -> AsyncChunkStream:
-        self._check_open()
-        fold = _wire.GenerationFold(request.request_id, _wire.num_candidates(params))
-        span = _tracing.start(self._tracer, method, request.request_id)
-        start = getattr(self._stubs.inference, method)
-        call = start(request, timeout=timeout_s, metadata=span.metadata)
-        return AsyncChunkStream(call, fold, span)
-
-
-def _task_is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    def _begin(self, submission: Submission) -> AsyncChunkStream:
+        stream = AsyncChunkStream(submission, self._transport)
+        self._streams.add(stream)
+        return stream
 
 
 def _new_request_id() -> str:

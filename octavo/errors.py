@@ -6,7 +6,8 @@
         ├── NotFoundError          another model is served here, no such request is live
         ├── AlreadyExistsError     a live request has this id; that one is unaffected
         ├── OverloadedError        queue, pool or quota is full: retry after `retry_after_ms`
-        ├── UnavailableError       nobody answers there, or a service is starting or stopping
+        ├── UnavailableError       nobody answers there, or a service is starting or stopping,
+        │                          and that lasted longer than the call was to be tried
         ├── DeadlineExceededError  the call's timeout_s passed; the server stops computing
         └── RpcError               anything else the call ended with (INTERNAL: a bug)
 

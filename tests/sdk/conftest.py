@@ -71,7 +71,7 @@ async def anext_of(stream: AsyncChunkStream) -> Any:
 class BlockingClient:
     """An AsyncClient whose calls block, so that one test serves both clients."""
 
-    def __init__(self, address: str, **options: Any) -> None:
+    def __init__(self, address: Any, **options: Any) -> None:
         self._runner = asyncio.Runner()
         self._client = AsyncClient(address, **options)
 
@@ -109,4 +109,11 @@ def client_class(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def client(client_class: Any, address: str) -> Iterator[Any]:
     with client_class(address) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(client_class: Any, address: str) -> Iterator[Any]:
+    """A client that tries once to have a request accepted."""
+    with client_class(address, connect_timeout_s=0) as made:
         yield made

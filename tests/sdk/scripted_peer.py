@@ -44,11 +44,17 @@ class Call:
 
 
 class ScriptedPeer(inference_pb2_grpc.InferenceServicer):
-    """Plays `script` for every Generate and Chat, and answers the unary calls."""
+    """Plays `script` for every Generate and Chat, and answers the unary calls.
+
+    `earlier` holds the scripts of the streams before: one each, from the first one on.
+    """
 
     def __init__(self) -> None:
         self.script: list[Act] = []
+        self.earlier: list[list[Act]] = []
+        self.refuses: ServiceError | None = None  # what unary calls fail with
         self.calls: list[Call] = []
+        self._noted = threading.Condition()
         self.health = health.HealthServicer()
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateReply]:
@@ -91,22 +97,40 @@ class ScriptedPeer(inference_pb2_grpc.InferenceServicer):
         metadata = {key: value for key, value in context.invocation_metadata()}
         remaining = context.time_remaining()
         call = Call(method, request, metadata, remaining if remaining is not None else -1.0)
-        self.calls.append(call)
+        with self._noted:
+            self.calls.append(call)
+            self._noted.notify_all()
+        if self.refuses is not None and method not in ("Generate", "Chat"):
+            _fail(self.refuses, context)
         return call
+
+    def of(self, *methods: str) -> list[Call]:
+        """The calls of these methods so far."""
+        return [call for call in self.calls if call.method in methods]
+
+    def wait_for(self, method: str, count: int = 1) -> list[Call]:
+        """The calls of `method`, once there are `count`."""
+        with self._noted:
+            assert self._noted.wait_for(lambda: len(self.of(method)) >= count, timeout=60)
+        return self.of(method)
 
     def _play(self, call: Call, context: Any) -> Iterator[pb.GenerateReply]:
         context.add_callback(call.gone.set)
-        for act in self.script:
+        script = self.earlier.pop(0) if self.earlier else self.script
+        for act in script:
             if isinstance(act, pb.GenerateReply):
                 yield act
             elif isinstance(act, ServiceError):
-                details = ((DETAILS_KEY, act.to_status().SerializeToString()),)
-                context.set_trailing_metadata(details)
-                context.abort(act.code, act.message)
+                _fail(act, context)
             elif isinstance(act, Fail):
                 context.abort(act.code, act.message)
             else:
                 assert call.gone.wait(timeout=60)
+
+
+def _fail(error: ServiceError, context: Any) -> None:
+    context.set_trailing_metadata(((DETAILS_KEY, error.to_status().SerializeToString()),))
+    context.abort(error.code, error.message)
 
 
 def serve(peer: ScriptedPeer, socket: Path) -> grpc.Server:

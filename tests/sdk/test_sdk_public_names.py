@@ -7,6 +7,10 @@ import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 import octavo
 from octavo import errors
@@ -35,6 +39,37 @@ PUBLIC_NAMES = [
     "SamplingParams",
     "UnavailableError",
 ]
+
+
+CONSTRUCTOR = ["address", "tracer", "connect_timeout_s"]
+REQUEST_OPTIONS = ["params", "request_id", "timeout_s", "detach_ttl_s"]
+METHODS = {
+    "generate": ["prompt", *REQUEST_OPTIONS],
+    "stream": ["prompt", *REQUEST_OPTIONS],
+    "chat": ["messages", *REQUEST_OPTIONS],
+    "stream_chat": ["messages", *REQUEST_OPTIONS],
+    "abort": ["request_id", "timeout_s"],
+    "health": ["timeout_s"],
+    "model": ["timeout_s"],
+    "tokenize": ["text", "timeout_s"],
+    "list_requests": ["timeout_s"],
+}
+
+
+def parameters(call: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(call).parameters if name != "self"]
+
+
+@pytest.mark.parametrize("client_class", [octavo.Client, octavo.AsyncClient])
+def test_what_the_clients_take_is_frozen(client_class: type) -> None:
+    assert parameters(client_class) == CONSTRUCTOR
+    assert {name: parameters(getattr(client_class, name)) for name in METHODS} == METHODS
+
+
+def test_the_defaults_of_waiting_are_frozen() -> None:
+    defaults = inspect.signature(octavo.Client.stream).parameters
+    assert (defaults["timeout_s"].default, defaults["detach_ttl_s"].default) == (600.0, 10.0)
+    assert inspect.signature(octavo.Client).parameters["connect_timeout_s"].default == 5.0
 
 
 def test_the_public_names_are_frozen() -> None:
