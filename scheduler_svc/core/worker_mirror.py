@@ -67,6 +67,11 @@ class WorkerMirror:
             sequence.table_version = table.table_version
             sequence.num_writable_slots = len(table.block_ids) * block_size
 
+    def add(self, sequence: Sequence) -> None:
+        """One more candidate of its group, by the id it has got."""
+        sequence.group.sequences.append(sequence)
+        self.sequences[sequence.sequence_id] = sequence
+
     def drop(self, sequence: Sequence) -> None:
         """The worker may forget the sequence."""
         if sequence.on_worker:

@@ -1,0 +1,338 @@
+"""The life of steps over one connection, with one batch and one step in flight at most:
+
+StepExecuted(k) --> commit k, plan k+1, reserve --> ApplyBatch
+BatchApplied    --> (out of blocks: preempt, reserve again) --> ExecuteStep(k+1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from scheduler_svc.core import adoption, events, ops
+from scheduler_svc.core.decoding import DecodingStrategy, ForkInto
+from scheduler_svc.core.outbox import Outbox, expect_ok
+from scheduler_svc.core.planner import Budget, Planner, Row, StepPlan, View
+from scheduler_svc.core.policy import Policy
+from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
+from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
+from scheduler_svc.core.stopping import FinishReason
+from scheduler_svc.core.worker_mirror import WorkerMirror
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """What steps are planned by."""
+
+    policy: Policy
+    decoding: DecodingStrategy
+    planner: Planner
+    budget: Budget
+    eos_token_ids: tuple[int, ...]
+
+
+class Stepper:
+    """Plans steps, asks for their blocks, has them executed and commits their results.
+
+    Lives from `Connected` to `Disconnected`: nothing of it is worth more than its connection.
+    """
+
+    def __init__(
+        self,
+        connected: events.Connected,
+        groups: Mapping[str, SequenceGroup],
+        strategies: Strategies,
+        make_checker: adoption.MakeChecker,
+        note: Callable[[SequenceGroup], None],
+    ) -> None:
+        """`groups`: all of them, at any time. `note` is called when there may be news of one."""
+        self.outbox = Outbox()
+        self.outbox.next_batch_seq = connected.next_batch_seq
+        self.mirror = WorkerMirror()
+        self.mirror.take_pending_copies(connected.pending_copies)
+        self.now_s = 0.0
+        self.block_size = connected.block_size
+        self._groups = groups
+        self._strategies = strategies
+        self._make_checker = make_checker
+        self._note = note
+        self._commands: list[events.Command] = []
+        self._num_blocks = connected.num_blocks
+        self._levels = connected.levels
+        self._freed_estimate = 0
+        self._plan: StepPlan | None = None
+        self._starved: list[SequenceGroup] = []
+        self._executing: StepPlan | None = None
+        self._last_step_id = self._acknowledged_step = connected.last_step_id
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+        return not (self._executing or self.outbox.in_flight or self.outbox)
+
+    # ---- events ----
+
+    def on_batch_applied(self, result: ops.BatchResult) -> None:
+        self._levels, self._freed_estimate = result.levels, 0
+        self.mirror.take_deltas(result)
+        self.outbox.settle(result)
+
+    def on_step_executed(self, result: ops.StepResult) -> None:
+        assert self._executing is not None
+        assert result.step_id == self._last_step_id, (result.step_id, self._last_step_id)
+        plan, self._executing = self._executing, None
+        self._acknowledged_step = result.step_id
+        self._take_step(plan, result)
+
+    def take_retained(self, retained: ops.RetainedStep) -> None:
+        """A step that a former session had executed: what was not committed of it is, now."""
+        self._take_step(
+            *adoption.match_retained(retained, self.mirror.sequences, self._strategies.decoding)
+        )
+
+    def advance(self) -> list[events.Command]:
+        """What can be sent now. To be called after every event."""
+        self._commands = []
+        self._advance()
+        return self._commands
+
+    def _advance(self) -> None:
+        """One batch at a time."""
+        if self.outbox.in_flight:
+            return
+        if self._executing is not None:
+            self._send_batch(when_empty=False)
+        elif self._plan is not None:
+            self._go_on_with_plan(self._plan)
+        elif self.outbox.holds(ops.Fork):
+            self._send_batch(when_empty=False)
+        else:
+            self._begin_step()
+
+    def _groups_in(self, status: GroupStatus) -> list[SequenceGroup]:
+        return [group for group in self._groups.values() if group.status is status]
+
+    # ---- results ----
+
+    def _take_step(self, plan: StepPlan, result: ops.StepResult) -> None:
+        outcome = read_step(plan, result, self._strategies.decoding, self.now_s)
+        if outcome.commit is not None:
+            standing = [_standing(sequence) for sequence in outcome.committed]
+            self.outbox.add(outcome.commit, lambda _: self._on_committed(standing))
+        for fork in outcome.forks:
+            words = adoption.state_words(
+                [fork.sequence.cumulative_logprob + logprob for logprob in fork.logprobs]
+            )
+            self.outbox.add(
+                ops.Fork(fork.sequence.sequence_id, fork.token_ids, tuple(words.tolist())),
+                lambda forked, fork=fork: self._on_forked(fork, forked),
+            )
+        self.free(outcome.ended)
+
+    def _on_committed(self, standing: list[tuple[Sequence, int, float]]) -> None:
+        for sequence, num_tokens, cumulative_logprob in standing:
+            sequence.num_committed_tokens = num_tokens
+            sequence.committed_logprob = cumulative_logprob
+            self._note(sequence.group)
+
+    def _on_forked(self, fork: ForkInto, result: ops.OpResult) -> None:
+        assert result.status is ops.OpStatus.OK, result
+        parent = fork.sequence
+        group = parent.group
+        for candidate, sequence_id in enumerate(result.child_sequence_ids, start=1):
+            child = Sequence(sequence_id, candidate, group, self._make_checker(group.request))
+            self.mirror.add(child)
+            child.num_computed_tokens = parent.num_computed_tokens
+            child.block_table = list(result.tables[0].block_ids)
+            child.table_version = result.tables[0].table_version
+        outcome = StepOutcome()
+        for sequence, token_id, logprob in zip(
+            group.sequences, fork.token_ids, fork.logprobs, strict=True
+        ):
+            sequence.num_writable_slots = sequence.num_computed_tokens
+            outcome.extend(sequence, token_id, logprob, self.now_s)
+        self._on_committed([_standing(sequence) for sequence in group.sequences])
+        self.free(outcome.ended)
+
+    # ---- what ends ----
+
+    def free(self, ended: list[Sequence]) -> None:
+        """Give back the blocks of sequences that ended; close groups that have no other."""
+        for reason in FinishReason:
+            of_reason = [s for s in ended if s.finish_reason is reason]
+            if of_reason:
+                self.outbox.add(
+                    ops.Free(tuple(s.sequence_id for s in of_reason), reason),
+                    lambda result, freed=of_reason: self._on_freed(freed, result),
+                )
+        self._freed_estimate += _num_freed_blocks(ended)
+        for sequence in ended:
+            self.mirror.drop(sequence)
+            close_group(sequence.group)
+
+    def _on_freed(self, freed: list[Sequence], result: ops.OpResult) -> None:
+        expect_ok(result)
+        for sequence in freed:
+            sequence.end_committed = True
+            self._note(sequence.group)
+
+    def end_group(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """End every live candidate of a group for a reason of ours."""
+        live = group.live
+        for sequence in live:
+            sequence.end(reason)
+        self.free(live)
+
+    # ---- steps ----
+
+    def _begin_step(self) -> None:
+        running = self._groups_in(GroupStatus.RUNNING)
+        waiting = self._groups_in(GroupStatus.WAITING)
+        plan = self._strategies.planner.plan(
+            View(
+                running,
+                waiting,
+                self._levels.num_free_blocks + self._freed_estimate,
+                self._num_blocks,
+                self.block_size,
+            ),
+            self._strategies.budget,
+        )
+        if not plan.rows:
+            self._rest(waiting)
+            return
+        self._plan = plan
+        self._queue_reserve(plan.reserving())
+        for admission in plan.admissions:
+            self.outbox.add(
+                ops.Admit(admission.members),
+                lambda result, group=admission.group: self._on_admitted(group, result),
+            )
+        self._send_batch(prepares_step=True)
+
+    def _rest(self, waiting: list[SequenceGroup]) -> None:
+        """Nothing can run: flush what is queued, and free what only an acknowledgement holds."""
+        if self.outbox:
+            self._send_batch()
+        elif waiting and self._levels.num_free_blocks == self._num_blocks:
+            # The whole pool is free and the first in line still does not fit: it never will.
+            self.end_group(
+                self._strategies.policy.admission_order(waiting)[0], FinishReason.KV_CAPACITY
+            )
+            self._send_batch()
+        elif self._levels.num_quarantined_blocks and self.outbox.news(self._acknowledged_step):
+            self._send_batch()
+
+    def _queue_reserve(self, by_group: list[tuple[SequenceGroup, list[Row]]]) -> None:
+        if by_group:
+            self.outbox.add(
+                self.mirror.reserve(by_group), lambda result: self._on_reserved(by_group, result)
+            )
+
+    def _on_reserved(
+        self, by_group: list[tuple[SequenceGroup, list[Row]]], result: ops.OpResult
+    ) -> None:
+        assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
+        failed = set(result.failed_groups)
+        for index, (group, rows) in enumerate(by_group):
+            if index in failed:
+                self._starved.append(group)
+                continue
+            for row in rows:
+                sequence = row.sequence
+                sequence.num_writable_slots = len(sequence.block_table) * self.block_size
+
+    def _on_admitted(self, group: SequenceGroup, result: ops.OpResult) -> None:
+        if result.status is ops.OpStatus.NO_FREE_BLOCKS:
+            # The free count was an estimate; it waits on, where it stood.
+            assert self._plan is not None
+            self._plan = self._plan.without({id(group)})
+            return
+        assert result.status is ops.OpStatus.OK, result
+        group.move_to(GroupStatus.RUNNING)
+        if group.first_scheduled_at_s is None:
+            group.first_scheduled_at_s = self.now_s
+        self.mirror.take_tables(group, result.tables, self.block_size)
+
+    def _go_on_with_plan(self, plan: StepPlan) -> None:
+        """The step's blocks were asked for: execute it, or make room and ask again."""
+        starved = [g for g in self._starved if g.status is GroupStatus.RUNNING]
+        self._starved = []
+        if starved and self._levels.num_quarantined_blocks:
+            # Blocks are coming, with the acknowledgement of this step: wait, preempt nobody.
+            plan = plan.without({id(group) for group in starved})
+            starved = []
+        if not starved:
+            self._plan = None
+            self._execute(plan)
+            return
+        if self.outbox.holds(ops.Free):
+            # An abort came meanwhile, and its blocks go back with the next batch: ask again
+            # before anybody has to go.
+            self._ask_again(plan, starved)
+            return
+        victim = self._strategies.policy.victim(self._groups_in(GroupStatus.RUNNING))
+        if victim.live and self._groups_in(GroupStatus.RUNNING) == [victim]:
+            self.end_group(victim, FinishReason.KV_CAPACITY)
+        else:
+            self._preempt(victim)
+        self._ask_again(
+            plan.without({id(victim)}), [group for group in starved if group is not victim]
+        )
+
+    def _ask_again(self, plan: StepPlan, starved: list[SequenceGroup]) -> None:
+        """Reserve once more for the groups of the plan that got no blocks."""
+        self._plan = plan
+        hungry = {id(group) for group in starved}
+        self._queue_reserve([pair for pair in plan.reserving() if id(pair[0]) in hungry])
+        self._send_batch(prepares_step=True)
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """By recomputation: blocks go, tokens stay, the whole group waits again (paper §4.5)."""
+        self.outbox.add(ops.Preempt(tuple(s.sequence_id for s in group.live)))
+        for sequence in group.live:
+            self.mirror.drop(sequence)
+            sequence.forget_blocks()
+        group.num_preemptions += 1
+        group.move_to(GroupStatus.WAITING)
+
+    def _execute(self, plan: StepPlan) -> None:
+        step_id = self._last_step_id + 1
+        self._last_step_id = step_id
+        step, rows = self.mirror.build_step(step_id, plan, self._strategies.eos_token_ids)
+        if not rows:
+            # All of it was aborted meanwhile. Nobody will run this step: it counts as done.
+            self._acknowledged_step = step_id
+            self._advance()
+            return
+        self._executing = StepPlan(rows, [])
+        self._commands.append(events.ExecuteStep(step))
+        self._advance()
+
+    def _send_batch(self, *, when_empty: bool = True, prepares_step: bool = False) -> None:
+        if not (self.outbox or when_empty):
+            return
+        batch = self.outbox.send(
+            self._last_step_id + 1, self._acknowledged_step, prepares_step=prepares_step
+        )
+        links: tuple[str, ...] = ()
+        if prepares_step and self._plan is not None:
+            traceparents = (row.sequence.group.request.traceparent for row in self._plan.rows)
+            links = tuple(dict.fromkeys(filter(None, traceparents)))
+        self._commands.append(events.ApplyBatch(batch, links))
+
+
+def _standing(sequence: Sequence) -> tuple[Sequence, int, float]:
+    """How far a sequence will be once the op that is about to be sent is acknowledged."""
+    return sequence, len(sequence.output_token_ids), sequence.cumulative_logprob
+
+
+def _num_freed_blocks(ended: list[Sequence]) -> int:
+    """Blocks of sequences that ended which no live sibling shares, about."""
+    freed: set[int] = set()
+    for sequence in ended:
+        freed.update(sequence.block_table)
+    for group in {id(s.group): s.group for s in ended}.values():
+        for sibling in group.live:
+            freed.difference_update(sibling.block_table)
+    return len(freed)
