@@ -32,14 +32,16 @@ NARROW = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+# One that does not mean to come back: its request goes at once.
 CLIENT_PROGRAM = """
 import sys
 from octavo import Client, SamplingParams
 
 address, request_id, n = sys.argv[1:]
 params = SamplingParams(temperature=0, ignore_eos=True, n=int(n))
+options = {"request_id": request_id, "detach_ttl_s": 0}
 with Client(address) as client:
-    for number, chunk in enumerate(client.stream(list(range(30)), params, request_id=request_id)):
+    for number, chunk in enumerate(client.stream(list(range(30)), params, **options)):
         if number == 3:
             print("streaming", flush=True)
 """
