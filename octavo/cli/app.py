@@ -47,7 +47,7 @@ Address = Annotated[
     str | None,
     typer.Option(
         envvar="OCTAVO_ADDRESS",
-        help="unix:/path or host:port.",
+        help="unix:/path or host:port; several with commas.",
         show_default="what `octavo up` runs",
     ),
 ]

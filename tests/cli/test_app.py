@@ -193,7 +193,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(
     assert process.returncode == 0
     assert "half an answer\n(stopped)" in before + out
     assert "whole answer" in out
-    assert [m.content for m in peer.calls[1].request.messages] == ["one", "half an answer", "two"]
+    first, second = (call.request for call in peer.of("Chat"))
+    assert [m.content for m in second.messages] == ["one", "half an answer", "two"]
+    (abort,) = (call.request for call in peer.of("Abort"))
+    assert abort.attach_secret == first.attachment.secret
 
 
 def test_ctrl_c_ends_a_generate_without_a_traceback(
@@ -232,9 +235,9 @@ def test_model(octavo: Run, peer: ScriptedPeer, address: str) -> None:
     [
         ([ServiceError("INVALID_PARAMETER", "n is 65; [1, 64]")], 2, "error: n is 65; [1, 64]\n"),
         (
-            [accepted(), delta(0, "half", 1), ServiceError("WORKER_LOST", "it went")],
+            [accepted(), delta(0, "half", 1), ServiceError("INTERNAL", "a bug")],
             1,
-            "error: it went [WORKER_LOST]\n",
+            "error: a bug [INTERNAL]\n",
         ),
     ],
 )
