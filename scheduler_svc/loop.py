@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -27,6 +27,7 @@ from scheduler_svc.ports import (
     WorkerDescription,
     WorkerPort,
 )
+from scheduler_svc.takeover import machine_key, take_over, within_limits
 
 log = structlog.get_logger()
 
@@ -249,56 +250,28 @@ class Engine:
         )
 
     async def _connect(self, holder: Holder) -> None:
-        """Take over, in the one order that leaves no moment with two writers."""
-        worker = await self._worker.describe()
-        opened = await self._kvmem.open(holder, worker)
-        self._lost = asyncio.get_running_loop().create_future()
-        self._spawn(self._kvmem.watch())
-        installed = await self._worker.install()
-        attached = await self._kvmem.attach(worker, installed.last_step_id)
-        adopted = await self._kvmem.adopt()
-        self._check_room(attached.levels.num_free_sequences + len(adopted))
+        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
+        worker, connected = await take_over(
+            holder, self._kvmem, self._worker, self._begin_connection, needed
+        )
         machine = await self._machine_for(worker)
+        assert self._lost is not None
         if self._lost.done():
             raise self._lost.result()
         self._owner_address = None
-        log.info(
-            "connected",
-            model=worker.model_name,
-            num_blocks=worker.num_blocks,
-            block_size=worker.block_size,
-            num_adopted=len(adopted),
-            num_retained=len(installed.retained),
-        )
         self._stop_losing_patience()
-        connected = events.Connected(
-            next_batch_seq=opened.next_batch_seq,
-            # What a former session was preparing, and has not begun, begins now.
-            last_step_id=max(opened.last_step_id - 1, installed.last_step_id, 0),
-            num_blocks=worker.num_blocks,
-            block_size=worker.block_size,
-            levels=attached.levels,
-            adopted=adopted,
-            pending_copies=attached.pending_copies,
-            retained=installed.retained,
-        )
         self._handle(machine, connected)
         self._spawn(self._worker.watch())
 
-    def _check_room(self, num_sequences: int) -> None:
-        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
-        if num_sequences < needed:
-            raise PeerLostError(
-                "INTERNAL",
-                f"the memory service holds {num_sequences} sequences;"
-                f" max_waiting + 2 * max_num_seqs is {needed}",
-            )
+    def _begin_connection(self) -> None:
+        self._lost = asyncio.get_running_loop().create_future()
+        self._spawn(self._kvmem.watch())
 
     async def _machine_for(self, worker: WorkerDescription) -> Machine:
         known = self.worker_description
-        if self._machine is None or known is None or _machine_key(known) != _machine_key(worker):
+        if self._machine is None or known is None or machine_key(known) != machine_key(worker):
             open_text = await asyncio.to_thread(self._open_text, worker)
-            config = _within_limits(self._config, worker)
+            config = within_limits(self._config, worker)
             self._callers.fail_all(
                 ServiceError("WORKER_LOST", "another model is served now", retry_after_ms=100)
             )
@@ -413,19 +386,3 @@ def _is_same_caller(existing: Request, request: Request) -> bool:
         and request.attach_secret_digest == existing.attach_secret_digest
         and request.digest == existing.digest
     )
-
-
-def _machine_key(worker: WorkerDescription) -> tuple[str, tuple[int, ...], int]:
-    """What a machine is made for; another worker may serve another model, or smaller steps."""
-    return worker.model_path, worker.eos_token_ids, worker.max_num_batched_tokens
-
-
-def _within_limits(config: SchedulerConfig, worker: WorkerDescription) -> SchedulerConfig:
-    """The configuration, with steps no larger than the worker takes."""
-    max_num_batched_tokens = min(config.max_num_batched_tokens, worker.max_num_batched_tokens)
-    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
-    if max_num_batched_tokens < config.max_num_batched_tokens:
-        log.warning(
-            "steps are bounded by the worker", max_num_batched_tokens=max_num_batched_tokens
-        )
-    return replace(config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
