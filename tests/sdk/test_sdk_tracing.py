@@ -106,6 +106,24 @@ def test_a_stream_left_early_ends_its_span_as_cancelled(
     assert dict(span.attributes or {})["octavo.cancelled"] is True
 
 
+def test_all_streams_of_a_request_are_one_span(
+    client_class: Any,
+    peer: ScriptedPeer,
+    address: str,
+    provider: TracerProvider,
+    exporter: InMemorySpanExporter,
+) -> None:
+    peer.earlier = [[accepted(), ServiceError("KVMEM_LOST", "gone")]]
+    peer.script = list(DONE)
+    with client_class(address, tracer=provider.get_tracer("test")) as client:
+        client.generate("p")
+    (span,) = exporter.get_finished_spans()
+    assert dict(span.attributes or {})["octavo.num_reconnects"] == 1
+    assert span.status.status_code is StatusCode.UNSET
+    assert len(peer.calls) == 2
+    assert len({call.metadata["traceparent"] for call in peer.calls}) == 1
+
+
 def test_a_context_that_passes_through_is_handed_on(client: Any, peer: ScriptedPeer) -> None:
     peer.script = list(DONE)
     parent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
