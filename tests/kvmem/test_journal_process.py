@@ -421,6 +421,21 @@ def test_nothing_is_acknowledged_while_there_is_no_room(folder: Path, killed: bo
             assert_goes_on(again, batch)
 
 
+def test_a_log_on_the_same_full_disk_changes_nothing_about_that(folder: Path) -> None:
+    with kvmem(folder) as (address, process):
+        client = Holder().begin(address)
+        client.apply(arrive("long", 5))
+        limit_file_size(process, 1)
+        batch = client.batch(arrive("a", 5))
+        with pytest.raises(grpc.RpcError) as caught:
+            client.stub.Apply(batch, timeout=DEADLINE_S)
+        assert reason_of(caught.value) == "JOURNAL_FAILED"
+        until(lambda: health_of(address) == NOT_SERVING)
+        limit_file_size(process, resource.RLIM_INFINITY)
+        until(lambda: health_of(address) == SERVING)
+        assert_goes_on(client, batch)
+
+
 def assert_goes_on(client: Client, batch: pb.Batch) -> None:
     """The batch that was not acknowledged is sent again, and there is another one."""
     [arrived] = client.stub.Apply(batch, timeout=DEADLINE_S).results
