@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -205,6 +207,25 @@ def test_time_that_runs_out_raises_the_last_error_and_aborts(
     assert abort.request.attach_secret == peer.calls[0].request.attachment.secret
 
 
+def test_time_that_runs_out_in_an_attempt_nobody_answers(client: Any, peer: ScriptedPeer) -> None:
+    """Told by what went wrong, not by the deadline, which says nothing."""
+    peer.earlier = [[*BEGUN, ServiceError("KVMEM_LOST", "gone")]]
+    peer.script = [Hang()]
+    with pytest.raises(octavo.UnavailableError) as raised:
+        client.generate("p", timeout_s=0.4)
+    assert raised.value.reason == "KVMEM_LOST"
+    client.close()
+    assert len(peer.of("Abort")) == 1
+
+
+def test_a_deadline_that_passes_aborts_the_request(client: Any, peer: ScriptedPeer) -> None:
+    peer.script = [*BEGUN, Hang()]
+    with pytest.raises(octavo.DeadlineExceededError):
+        client.generate("p", timeout_s=0.3)
+    client.close()
+    assert len(peer.of("Abort")) == 1
+
+
 def test_a_stream_that_is_always_cut_short_is_an_error_in_the_end(
     client: Any, peer: ScriptedPeer
 ) -> None:
@@ -272,6 +293,18 @@ def test_dropping_a_stream_aborts_the_request(peer: ScriptedPeer, address: str) 
         next(client.stream("p"))
         (abort,) = peer.wait_for("Abort")
     assert abort.request.request_id == "dropped"
+
+
+def test_a_client_that_is_dropped_leaves_no_thread(peer: ScriptedPeer, address: str) -> None:
+    peer.script = [*BEGUN, *REST[1:]]
+    client = Client(address)
+    client.generate("p")
+    thread = client._aborter._thread
+    assert thread.is_alive()
+    del client
+    gc.collect()
+    thread.join(PROCESS_TIMEOUT_S)
+    assert not thread.is_alive()
 
 
 def test_dropping_an_async_stream_or_its_task_aborts_the_request(
@@ -358,14 +391,23 @@ def test_closing_an_async_stream_while_it_waits_to_come_back(
     assert len(peer.of("Generate")) == 1
 
 
+# Python leaves SIGINT ignored where it was when it started, as below a shell's `&`.
+INTERRUPTIBLE = """
+import signal
+from octavo.cli.app import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
 def test_ctrl_c_aborts_the_request(peer: ScriptedPeer, address: str) -> None:
     peer.script = [accepted(), delta(0, "so far", 1), Hang()]
-    command = [sys.executable, "-m", "octavo", "generate", "p", "--address", address]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "generate", "p", "--address", address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peer.wait_for("Generate")
         assert process.stdout is not None
         assert process.stdout.read(6) == "so far"
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         (abort,) = peer.wait_for("Abort")
         assert process.wait(PROCESS_TIMEOUT_S) == 130
     assert abort.request.attach_secret == peer.calls[0].request.attachment.secret
