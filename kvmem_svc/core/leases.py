@@ -62,8 +62,10 @@ class Leases:
             self._expires_ms = self._time_ms + self.times.lease_ttl_ms
 
     def release(self) -> None:
-        """The session's stream broke: its holder alone may resume it for the grace."""
-        self._await_holder(self.times.resume_grace_ms)
+        """The session's stream broke: its holder alone may resume it for the grace. A lease that
+        had ended stays so."""
+        if self.remaining_ms > 0:
+            self._await_holder(self.times.resume_grace_ms)
 
     def recover(self) -> None:
         """The session comes from a journal: its holder alone may resume it for the grace."""

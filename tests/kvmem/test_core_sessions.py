@@ -151,6 +151,21 @@ def test_only_its_holder_has_a_session_whose_stream_broke_until_the_grace_is_ove
         driver.gatekeeper.resume_session(fence, 0, 200)
 
 
+def test_a_lease_that_has_ended_is_not_brought_back_by_the_end_of_its_stream() -> None:
+    """It is by being refused that its holder, back from a pause, ends the stream."""
+    driver = Driver()
+    session = driver.memory.ledger.session
+    assert session is not None
+    pass_time(driver.gatekeeper, 0, 1_000)
+    with pytest.raises(errors.LeaseExpired):
+        driver.gatekeeper.heartbeat(session, 1_000)
+    fence = driver.memory.ledger.fence()
+    driver.gatekeeper.release_session(session, 1_000)
+    with pytest.raises(errors.LeaseExpired):
+        driver.gatekeeper.resume_session(fence, 0, 1_000)
+    driver.gatekeeper.open_session("other", 1_000)
+
+
 def test_the_end_of_a_former_sessions_stream_is_not_the_end_of_the_newest() -> None:
     driver = Driver()
     former = driver.memory.ledger.session
