@@ -33,8 +33,20 @@ def main(
         str, typer.Option(envvar=_env("DTYPE"), help="float32 or bfloat16.")
     ] = "float32",
     attention: Annotated[
-        str, typer.Option(envvar=_env("ATTENTION"), help="Attention backend.")
-    ] = "reference",
+        str,
+        typer.Option(
+            envvar=_env("ATTENTION"),
+            help="auto, reference, cpu or cuda; auto: cpu where there is a C++ compiler.",
+        ),
+    ] = WorkerOptions.attention,
+    batch_invariant: Annotated[
+        str,
+        typer.Option(
+            envvar=_env("BATCH_INVARIANT"),
+            help="auto, on or off: a request's logits are the same bits in any batch."
+            " auto: on where it can be.",
+        ),
+    ] = WorkerOptions.batch_invariant,
     kv_memory: Annotated[
         str,
         typer.Option(
@@ -83,6 +95,7 @@ def main(
         model=model,
         dtype=dtype,
         attention=attention,
+        batch_invariant=batch_invariant,
         kv_memory=kv_memory,
         num_blocks=num_blocks,
         block_size=block_size,

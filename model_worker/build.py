@@ -8,9 +8,7 @@ import psutil
 import structlog
 import torch
 
-from model_worker.attention import create_backend
 from model_worker.errors import ModelError, WorkerError
-from model_worker.forward import PagedForward
 from model_worker.input_batch import InputBatch, Limits
 from model_worker.kv_tensors import (
     KvTensors,
@@ -19,9 +17,9 @@ from model_worker.kv_tensors import (
     parse_bytes,
 )
 from model_worker.loader import DTYPES, LoadedModel, load_model
+from model_worker.modes import choose_backend, make_forward
 from model_worker.options import WorkerOptions
 from model_worker.runner import ModelRunner
-from model_worker.self_check import check_against_eager
 from model_worker.source import resolve_model
 
 log = structlog.get_logger()
@@ -33,17 +31,15 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     if options.dtype not in DTYPES:
         raise ModelError(f"--dtype {options.dtype}: there are only {', '.join(DTYPES)}")
-    backend = create_backend(options.attention)
+    backend = choose_backend(options)
     loaded = load_model(
         resolve_model(options.model),
         dtype=DTYPES[options.dtype],
         device=backend.device,
         max_model_len=options.max_model_len,
     )
-    for spec in loaded.layer_specs:
-        backend.check(spec, options.block_size, loaded.dtype)
-    forward = PagedForward(loaded, backend)
-    check_against_eager(forward, options.block_size)
+    forward = make_forward(options, loaded, backend)
+    backend = forward.backend
     num_blocks = _num_blocks(options, loaded)
     limits = Limits(
         num_blocks=num_blocks,
@@ -66,6 +62,7 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
         model=loaded.source.name,
         dtype=options.dtype,
         attention=backend.name,
+        batch_invariant=forward.is_batch_invariant,
         num_blocks=num_blocks,
         kv_mib=num_blocks * kv.bytes_per_block // 2**20,
         threads=torch.get_num_threads(),

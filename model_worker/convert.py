@@ -140,6 +140,7 @@ def info_to_pb(runner: ModelRunner, boot_id: str, max_inflight_steps: int) -> wo
         eos_token_ids=loaded.eos_token_ids,
         max_inflight_steps=max_inflight_steps,
         attention_backend=runner.attention_backend,
+        batch_invariant=runner.is_batch_invariant,
         device=str(loaded.device),
         max_num_batched_tokens=limits.max_num_batched_tokens,
     )

@@ -3,6 +3,8 @@
 WorkerError
 ├── ModelError          the model cannot be served; said in a sentence at start
 │   └── UnsupportedModelError   its architecture needs what paged attention here cannot do
+├── NotInvariantError   --batch-invariant on, where it cannot hold
+├── NativeBuildError    C++ cannot be built here
 ├── PoolSizeError       the KV pool cannot be made; says the numbers
 └── StepError           a step the caller got wrong; nothing of it was carried out
 """
@@ -20,6 +22,14 @@ class ModelError(WorkerError):
 
 class UnsupportedModelError(ModelError):
     """A model that loads, but whose attention would be computed wrongly here."""
+
+
+class NotInvariantError(WorkerError):
+    """A token's logits would depend on the batch it comes in, and were asked not to."""
+
+
+class NativeBuildError(WorkerError):
+    """There is no compiler, or it refused the source."""
 
 
 class PoolSizeError(WorkerError):

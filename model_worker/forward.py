@@ -16,9 +16,13 @@ from model_worker.loader import LoadedModel
 class PagedForward:
     """Runs a loaded model on flattened batches: no padding, no cache of transformers'."""
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+    def __init__(
+        self, loaded: LoadedModel, backend: AttentionBackend, *, is_batch_invariant: bool = False
+    ) -> None:
+        """is_batch_invariant: whether that was established, see `model_worker.modes`."""
         self.loaded = loaded
         self.backend = backend
+        self.is_batch_invariant = is_batch_invariant
 
     def __call__(self, batch: FlatBatch, kv: KvTensors) -> torch.Tensor:
         """Logits float32[R, vocab_size], on the CPU, of the batch's R logit rows.

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Rotary embeddings of these kinds are recomputed from the longest position *in the batch* once
 # that passes the original length: a token would depend on its neighbours.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _check_rope(config: Any, max_model_len: int) -> None:
         original = parameters.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", config.max_position_embeddings
         )
-        if rope_type in _BATCH_DEPENDENT_ROPE and max_model_len > original:
+        if rope_type in BATCH_DEPENDENT_ROPE and max_model_len > original:
             raise UnsupportedModelError(
                 f"{name} of type {rope_type} depends on the longest sequence in the batch beyond"
                 f" {original} tokens: serve it with --max-model-len {original} or less"

@@ -11,12 +11,14 @@ class WorkerOptions:
 
     model: empty for the demo model, a folder, or a hub id. kv_memory: like "2GiB"; empty: chosen
     from the memory at hand. num_blocks: exactly so many, whatever kv_memory says.
-    max_model_len: in tokens; None: the model's own. threads: None: one per core.
+    max_model_len: in tokens; None: the model's own. threads: None: one per core. attention and
+    batch_invariant "auto": `cpu` and on where they work, see `model_worker.modes`.
     """
 
     model: str = ""
     dtype: str = "float32"
-    attention: str = "reference"
+    attention: str = "auto"
+    batch_invariant: str = "auto"
     kv_memory: str = ""
     num_blocks: int | None = None
     block_size: int = 16

@@ -67,6 +67,11 @@ class ModelRunner:
         """Name of the backend that attends."""
         return self._forward.backend.name
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's logits have the same bits in any batch."""
+        return self._forward.is_batch_invariant
+
     def forget_sequences(self) -> None:
         """Clear the mirror of the block tables; the KV bytes stay where they are."""
         self.input_batch.clear()

@@ -17,7 +17,7 @@ from model_worker.attention import AttentionBatch, LayerKv, LayerSpec
 from model_worker.errors import UnsupportedModelError
 from model_worker.native import load_library
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)
 KV_DTYPES = (torch.float32, torch.bfloat16)
 
 

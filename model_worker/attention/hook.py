@@ -33,14 +33,26 @@ _active = threading.local()
 
 
 @contextlib.contextmanager
-def attending(attend: Attend, make_mask: Callable[..., Any] | None = None) -> Iterator[None]:
-    """While this is open, forwards on this thread attend with `attend`."""
+def attending(how: Attend, make_mask: Callable[..., Any] | None = None) -> Iterator[None]:
+    """While this is open, forwards on this thread attend by calling `how`."""
     assert getattr(_active, "attend", None) is None, "a forward is already running on this thread"
-    _active.attend, _active.make_mask = attend, make_mask
+    _active.attend, _active.make_mask = how, make_mask
     try:
         yield
     finally:
         _active.attend = _active.make_mask = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    keywords: dict[str, Any],
+) -> torch.Tensor:
+    """Attention as the forward that is running on this thread means it."""
+    return _active.attend(module, query, key, value, mask, keywords)
 
 
 def _attention(
@@ -51,7 +63,7 @@ def _attention(
     attention_mask: Any,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    return _active.attend(module, query, key, value, attention_mask, keywords), None
+    return attend(module, query, key, value, attention_mask, keywords), None
 
 
 def _probe_mask(**arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import platformdirs
 
-from model_worker.errors import WorkerError
+from model_worker.errors import NativeBuildError
 
 FOLDER = Path(__file__).parent
 # -ffp-contract is GCC's default made plain: the same binary gives the same bits everywhere in it.
@@ -28,10 +28,6 @@ FLAGS = (
     *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra"),
 )
 BUILD_TIMEOUT_S = 180
-
-
-class NativeBuildError(WorkerError):
-    """There is no compiler, or it refused the source."""
 
 
 @cache
@@ -48,8 +44,9 @@ def load_library() -> ctypes.CDLL:
     if not path.is_file():
         if compiler is None:
             raise NativeBuildError(
-                "--attention cpu needs a C++ compiler (g++, or CXX in the environment);"
-                " --attention reference does without"
+                f"no C++ compiler: there is no {os.environ.get('CXX', 'g++')} on the PATH. Install"
+                " one (apt-get install g++, dnf install gcc-c++) or name one in CXX;"
+                " --attention reference --batch-invariant off do without"
             )
         _build(compiler, path)
     return ctypes.CDLL(str(path))
@@ -89,7 +86,8 @@ def _build(compiler: str, path: Path) -> None:
             ) from error
         if done.returncode:
             raise NativeBuildError(
-                f"{compiler} refused {FOLDER.name}/*.cpp; --attention reference does without:\n"
+                f"{compiler} refused {FOLDER.name}/*.cpp; --attention reference --batch-invariant"
+                f" off do without:\n"
                 f"{done.stderr[-2000:]}"
             )
         built.replace(path)

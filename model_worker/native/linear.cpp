@@ -1,31 +1,52 @@
 // y = x W^T + b on a CPU, every output in an order of its own.
 //
-// Layout   W is packed once: [ceil(N / TILE)][K][TILE], padded with zeros, so that a tile is
-//          read in one straight line. x: [M, K], y: [M, N], rows contiguous.
-// Work     tiles of TILE outputs over the threads; inside one, ROWS rows at a time share every
-//          load of W. W is read from memory once however many rows there are, as long as a
-//          tile (K * TILE floats) fits the L2 cache.
-// Order    each output is one chain of fused multiply-adds over k = 0 .. K-1, whatever M is and
-//          wherever its row stands: the same bits alone and in any batch.
-// Bytes    N * K * sizeof(weight) + M * (N + K) * sizeof(float).
+// Layout   x: [M, K], rows contiguous, y: [M, N], of W's type. W is packed once, padded with
+//          zeros, in tiles that are read in one straight line:
+//          float, and bfloat16 without AMX: [ceil(N / TILE)][K][TILE];
+//          bfloat16 with AMX: amx.h says how.
+// Work     tiles of TILE outputs over the threads; inside one, up to ROWS rows at a time share
+//          every load of W. W is read from memory once however many rows there are, as long as a
+//          tile fits the L2 cache.
+// Order    each output is one chain of fused multiply-adds over k = 0 .. K-1 (with AMX: over
+//          blocks of 32 of them), whatever M is and wherever its row stands: the same bits alone
+//          and in any batch.
+// Bytes    N * K * sizeof(weight) + M * (N + K) * sizeof(weight).
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
+#include <sys/mman.h>
+
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
 
 using namespace octavo;
 
-constexpr int VECTORS = 4;
+// 48 divides the sizes of most models, so that threads get even shares; 8 * 3 accumulators, 3
+// vectors of W and one of x fit 32 registers.
+constexpr int VECTORS = 3;
 constexpr int TILE = VECTORS * LANES;
-constexpr int ROWS = 6;  // 6 * 4 accumulators and 4 vectors of W fit 32 registers
+constexpr int ROWS = 8;
+// Bytes of W ahead of the arithmetic; a tile is one line, but its 4 KiB pages are not to the
+// hardware's prefetcher.
+constexpr int AHEAD = 4096;
+
+template <typename Weight>
+struct Rows {
+  const float* x;
+  int64_t x_stride;
+  const float* bias;  // of this tile, or null
+  Weight* y;
+  int64_t y_stride;
+  int64_t width;  // outputs of this tile that exist
+};
 
 template <int M, typename Weight>
-inline void tile_rows(const float* x, int64_t x_stride, const Weight* w, int64_t depth,
-                      const float* bias, float* y, int64_t y_stride, int64_t width) {
+inline void tile_rows(const Rows<Weight>& rows, const Weight* w, int64_t depth) {
   vf acc[M][VECTORS];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -34,10 +55,13 @@ inline void tile_rows(const float* x, int64_t x_stride, const Weight* w, int64_t
   for (int64_t k = 0; k < depth; ++k, w += TILE) {
     vf weights[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) weights[v] = load(w + v * LANES);
+    for (int v = 0; v < VECTORS; ++v) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w + v * LANES) + AHEAD, 0, 2);
+      weights[v] = load(w + v * LANES);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const vf xs = splat(x[m * x_stride + k]);
+      const vf xs = splat(rows.x[m * rows.x_stride + k]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) acc[m][v] += xs * weights[v];
     }
@@ -45,74 +69,116 @@ inline void tile_rows(const float* x, int64_t x_stride, const Weight* w, int64_t
   alignas(64) float row[TILE];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) store(row + v * LANES, acc[m][v]);
-    float* out = y + m * y_stride;
-    if (bias)
-      for (int64_t n = 0; n < width; ++n) out[n] = row[n] + bias[n];
-    else
-      std::copy(row, row + width, out);
+    store_row(row, acc[m]);
+    if (rows.bias)
+      for (int64_t n = 0; n < rows.width; ++n) row[n] += rows.bias[n];
+    narrow(row, rows.y + m * rows.y_stride, rows.width);
   }
 }
 
 template <typename Weight>
-void linear(const float* x, int64_t x_stride, const Weight* packed, const float* bias, float* y,
+void linear(const float* x, int64_t x_stride, const Weight* packed, const float* bias, Weight* y,
             int64_t num_rows, int64_t depth, int64_t num_outputs, int num_threads) {
   const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const Weight* w = packed + tile * depth * TILE;
-    const int64_t first = tile * TILE, width = std::min<int64_t>(TILE, num_outputs - first);
-    const float* b = bias ? bias + first : nullptr;
-    int64_t m = 0;
-    for (; m + ROWS <= num_rows; m += ROWS)
-      tile_rows<ROWS>(x + m * x_stride, x_stride, w, depth, b, y + m * num_outputs + first,
-                      num_outputs, width);
-    const float* rest = x + m * x_stride;
-    float* out = y + m * num_outputs + first;
-    switch (num_rows - m) {
-      case 5: tile_rows<5>(rest, x_stride, w, depth, b, out, num_outputs, width); break;
-      case 4: tile_rows<4>(rest, x_stride, w, depth, b, out, num_outputs, width); break;
-      case 3: tile_rows<3>(rest, x_stride, w, depth, b, out, num_outputs, width); break;
-      case 2: tile_rows<2>(rest, x_stride, w, depth, b, out, num_outputs, width); break;
-      case 1: tile_rows<1>(rest, x_stride, w, depth, b, out, num_outputs, width); break;
+    const int64_t first = tile * TILE;
+    Rows<Weight> rows{x,           x_stride,
+                      bias ? bias + first : nullptr,
+                      y + first,   num_outputs,
+                      std::min<int64_t>(TILE, num_outputs - first)};
+    // Shares of nearly equal size: 9 rows are 5 and 4, not 8 and 1.
+    for (int64_t left = num_rows; left > 0;) {
+      const int64_t shares = (left + ROWS - 1) / ROWS;
+      const int64_t count = (left + shares - 1) / shares;
+      switch (count) {
+        case 1: tile_rows<1>(rows, w, depth); break;
+        case 2: tile_rows<2>(rows, w, depth); break;
+        case 3: tile_rows<3>(rows, w, depth); break;
+        case 4: tile_rows<4>(rows, w, depth); break;
+        case 5: tile_rows<5>(rows, w, depth); break;
+        case 6: tile_rows<6>(rows, w, depth); break;
+        case 7: tile_rows<7>(rows, w, depth); break;
+        default: tile_rows<8>(rows, w, depth);
+      }
+      rows.x += count * x_stride;
+      rows.y += count * num_outputs;
+      left -= count;
     }
   }
+}
+
+// weight: [num_outputs, depth], contiguous, of elements of any type.
+template <typename Element>
+void pack(const Element* weight, Element* packed, int64_t num_outputs, int64_t depth) {
+  const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
+#pragma omp parallel for schedule(static)
+  for (int64_t tile = 0; tile < num_tiles; ++tile)
+    for (int64_t lane = 0; lane < TILE; ++lane) {
+      const int64_t n = tile * TILE + lane;
+      Element* target = packed + tile * depth * TILE + lane;
+      for (int64_t k = 0; k < depth; ++k)
+        target[k * TILE] = n < num_outputs ? weight[n * depth + k] : Element(0);
+    }
 }
 
 }  // namespace
 
 extern "C" {
 
+// 1 when bfloat16 products run on AMX tiles; the packed layout depends on it.
+int octavo_has_amx() { return amx::available(); }
+
 // Elements of the packed weight of a [num_outputs, depth] matrix.
-int64_t octavo_packed_elements(int64_t num_outputs, int64_t depth) {
+int64_t octavo_packed_elements(int64_t num_outputs, int64_t depth, int is_bfloat16) {
+  if (is_bfloat16 && amx::available()) return amx::packed_elements(num_outputs, depth);
   return (num_outputs + TILE - 1) / TILE * TILE * depth;
 }
 
-// weight: [num_outputs, depth] of element_bytes each, contiguous.
-void octavo_pack(const char* weight, char* packed, int64_t num_outputs, int64_t depth,
-                 int64_t element_bytes) {
-  const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-  for (int64_t tile = 0; tile < num_tiles; ++tile)
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t lane = 0; lane < TILE; ++lane) {
-        const int64_t n = tile * TILE + lane;
-        char* target = packed + ((tile * depth + k) * TILE + lane) * element_bytes;
-        if (n < num_outputs)
-          std::memcpy(target, weight + (n * depth + k) * element_bytes, element_bytes);
-        else
-          std::memset(target, 0, element_bytes);
-      }
+// weight: [num_outputs, depth], contiguous. packed: aligned to 64 bytes.
+void octavo_pack(const void* weight, void* packed, int64_t num_outputs, int64_t depth,
+                 int is_bfloat16) {
+  if (!is_bfloat16)
+    pack(static_cast<const float*>(weight), static_cast<float*>(packed), num_outputs, depth);
+  else if (amx::available())
+    amx::pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), num_outputs,
+              depth);
+  else
+    pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), num_outputs, depth);
 }
 
-void octavo_linear(const float* x, int64_t x_stride, const void* packed, int weight_is_bfloat16,
-                   const float* bias, float* y, int64_t num_rows, int64_t depth,
+// x, packed and y are all bfloat16 or all float; x_stride in elements; bias: float or null.
+void octavo_linear(const void* x, int64_t x_stride, const void* packed, int is_bfloat16,
+                   const float* bias, void* y, int64_t num_rows, int64_t depth,
                    int64_t num_outputs, int num_threads) {
-  if (weight_is_bfloat16)
-    linear(x, x_stride, static_cast<const uint16_t*>(packed), bias, y, num_rows, depth,
-           num_outputs, num_threads);
-  else
-    linear(x, x_stride, static_cast<const float*>(packed), bias, y, num_rows, depth, num_outputs,
-           num_threads);
+  if (!is_bfloat16) {
+    linear(static_cast<const float*>(x), x_stride, static_cast<const float*>(packed), bias,
+           static_cast<float*>(y), num_rows, depth, num_outputs, num_threads);
+    return;
+  }
+  const uint16_t* rows = static_cast<const uint16_t*>(x);
+  const uint16_t* weights = static_cast<const uint16_t*>(packed);
+  uint16_t* out = static_cast<uint16_t*>(y);
+  if (amx::available()) {
+    amx::linear(rows, x_stride, weights, bias, out, num_rows, depth, num_outputs, num_threads);
+    return;
+  }
+  std::vector<float> widened(num_rows * depth);
+  for (int64_t m = 0; m < num_rows; ++m)
+    for (int64_t k = 0; k < depth; ++k) widened[m * depth + k] = widen(rows[m * x_stride + k]);
+  linear(widened.data(), depth, weights, bias, out, num_rows, depth, num_outputs, num_threads);
+}
+
+// Ask for large pages under [start, start + num_bytes): reading weights through small ones costs
+// a tenth of the bandwidth. The system may refuse, which changes nothing else.
+void octavo_advise_huge_pages(void* start, int64_t num_bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(start) + page - 1) & ~(page - 1);
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + num_bytes) & ~(page - 1);
+  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)start, (void)num_bytes;
+#endif
 }
 }

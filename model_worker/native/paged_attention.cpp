@@ -4,18 +4,21 @@
 // Layout   keys, values: [num_blocks, num_kv_heads, block_size, head_dim], float or bfloat16.
 //          query: [num_tokens, num_heads, head_dim], float, rows of head_dim contiguous.
 //          out:   the same shape, float, contiguous.
-// Work     one item per (sequence, KV head, partition of the context, tile of query rows).
-//          A partition is PARTITION tokens from a fixed position of the context on.
+// Work     one item per (sequence, partition of the context, tile of query rows, KV heads). A
+//          partition is PARTITION tokens from a fixed position of the context on. An item of one
+//          row takes all KV heads when there are items enough for the threads: a block's heads
+//          lie side by side, and longer straight reads suit the memory.
 // Order    every query row is reduced partition by partition, and inside one by position, in
 //          an order that depends on nothing but the row's own context: not on the batch, the
 //          chunking, the block size or the number of threads. So the decode and the prefill of
 //          one position give the same bits.
 // Bytes    a decode row of length L reads 2 * L * head_dim * sizeof(KV) per KV head.
-//
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -26,37 +29,13 @@ using namespace octavo;
 
 constexpr int PARTITION = 256;  // tokens; two of K and V of one head fit an L2 cache well
 constexpr int ROW_TILE = 16;    // query rows of a prefill chunk that one item takes
-constexpr int HEADS_AT_ONCE = 4;  // query heads whose accumulators fit the registers
+constexpr int KEYS = 4;         // scored at once, so that their sums share shuffles
+// From the scores of one head to the next; the last group of keys may write past the partition.
+constexpr int SCORE_STRIDE = PARTITION + LANES;
+constexpr int ITEMS_PER_THREAD = 4;  // below that, heads are shared out too
 
-// A fixed tree: lane i with i + 8, then + 4, + 2, + 1.
-inline float sum(vf v) {
-  typedef float v8 __attribute__((vector_size(32)));
-  typedef float v4 __attribute__((vector_size(16)));
-  v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-         __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-  return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-// exp for x <= 0, to about 1 ulp: 2^k * p(r), |r| <= ln 2 / 2. Below -87 it is 0.
-inline vf exp_nonpositive(vf x) {
-  const vf too_small = splat(-87.0f);
-  vf clamped = x > too_small ? x : too_small;
-  vf scaled = clamped * 1.44269504088896341f;
-  vi k = __builtin_convertvector(scaled - 0.5f, vi);  // towards zero of a value <= 0: rounds
-  vf kf = __builtin_convertvector(k, vf);
-  vf r = clamped - kf * 0.693359375f + kf * 2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  vi power = (k + 127) << 23;
-  const vf result = p * reinterpret_cast<vf>(power);
-  return x > too_small ? result : vf{};
-}
+// Query heads whose accumulators fit the registers.
+constexpr int heads_at_once(int vectors) { return vectors <= 4 ? 4 : vectors <= 8 ? 2 : 1; }
 
 struct Problem {
   const void* keys;
@@ -82,115 +61,109 @@ struct Problem {
   int32_t num_threads;
 };
 
-// Scores and weighted sum of HEADS query heads of one row over tokens [first, last) of one
-// partition, first and last relative to the context. Leaves max, sum and weighted values.
-template <int VECTORS, int HEADS, typename KV>
-__attribute__((noinline)) void reduce_row(const Problem& p, const int32_t* table, int kv_head,
-                                          const float* query, int first, int last, float* maxima,
-                                          float* sums, float* accumulators) {
-  const KV* keys = static_cast<const KV*>(p.keys) + kv_head * p.head_stride;
-  const KV* values = static_cast<const KV*>(p.values) + kv_head * p.head_stride;
-  constexpr int DIM = VECTORS * LANES;
-  alignas(64) float scores[HEADS][PARTITION];
-  const int count = last - first;
-  const int padded = (count + LANES - 1) / LANES * LANES;
-
-  vf q[HEADS][VECTORS];
-#pragma GCC unroll 16
-  for (int h = 0; h < HEADS; ++h)
-#pragma GCC unroll 16
-    for (int v = 0; v < VECTORS; ++v) q[h][v] = load(query + h * p.query_head_stride + v * LANES) * p.scaling;
-
-  for (int at = first; at < last;) {
-    const int offset = at % p.block_size;
-    const int run = std::min(p.block_size - offset, last - at);
-    const KV* k = keys + table[at / p.block_size] * p.block_stride + int64_t(offset) * DIM;
-    // The next block lies anywhere: no hardware prefetcher can guess it.
-    const KV* next = at + run < last
-                         ? keys + table[(at + run) / p.block_size] * p.block_stride
-                         : values + table[first / p.block_size] * p.block_stride;
-    for (int slot = 0; slot < run; ++slot, k += DIM, next += DIM) {
-      for (int line = 0; line < DIM * int(sizeof(KV)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(next) + line);
-      vf dot[HEADS];
-#pragma GCC unroll 16
-      for (int h = 0; h < HEADS; ++h) dot[h] = vf{};
-#pragma GCC unroll 16
-      for (int v = 0; v < VECTORS; ++v) {
-        const vf kv = load(k + v * LANES);
-#pragma GCC unroll 16
-        for (int h = 0; h < HEADS; ++h) dot[h] += q[h][v] * kv;
-      }
-#pragma GCC unroll 16
-      for (int h = 0; h < HEADS; ++h) scores[h][at - first + slot] = sum(dot[h]);
-    }
-    at += run;
-  }
-
-#pragma GCC unroll 16
-  for (int h = 0; h < HEADS; ++h) {
-    for (int i = count; i < padded; ++i) scores[h][i] = -INFINITY;
-    if (p.softcap > 0)
-      for (int i = 0; i < count; ++i) scores[h][i] = p.softcap * std::tanh(scores[h][i] / p.softcap);
-    vf high = splat(-INFINITY);
-    for (int i = 0; i < padded; i += LANES) {
-      const vf s = load(scores[h] + i);
-      high = s > high ? s : high;
-    }
-    float maximum = high[0];
-    for (int lane = 1; lane < LANES; ++lane) maximum = std::max(maximum, high[lane]);
-    vf total = vf{};
-    for (int i = 0; i < padded; i += LANES) {
-      const vf w = exp_nonpositive(load(scores[h] + i) - maximum);
-      store(scores[h] + i, w);
-      total += w;
-    }
-    maxima[h] = maximum;
-    sums[h] = sum(total);
-  }
-
-  vf acc[HEADS][VECTORS];
-#pragma GCC unroll 16
-  for (int h = 0; h < HEADS; ++h)
-#pragma GCC unroll 16
-    for (int v = 0; v < VECTORS; ++v) acc[h][v] = vf{};
-  for (int at = first; at < last;) {
-    const int offset = at % p.block_size;
-    const int run = std::min(p.block_size - offset, last - at);
-    const KV* val = values + table[at / p.block_size] * p.block_stride + int64_t(offset) * DIM;
-    const KV* next = at + run < last ? values + table[(at + run) / p.block_size] * p.block_stride
-                                     : val;
-    for (int slot = 0; slot < run; ++slot, val += DIM, next += DIM) {
-      for (int line = 0; line < DIM * int(sizeof(KV)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(next) + line);
-#pragma GCC unroll 16
-      for (int v = 0; v < VECTORS; ++v) {
-        const vf vv = load(val + v * LANES);
-#pragma GCC unroll 16
-        for (int h = 0; h < HEADS; ++h) acc[h][v] += scores[h][at - first + slot] * vv;
-      }
-    }
-    at += run;
-  }
-#pragma GCC unroll 16
-  for (int h = 0; h < HEADS; ++h)
-#pragma GCC unroll 16
-    for (int v = 0; v < VECTORS; ++v) store(accumulators + h * DIM + v * LANES, acc[h][v]);
+// The rows that will be read when this many more have been: no hardware prefetcher can guess
+// where the next block lies. Into the L2 cache only; the L1 has too few buffers for lines on
+// their way, and prefetching into it held the loads up (1.55 times the limit, now 1.2).
+template <int DIM, typename KV>
+inline void prefetch_row(const KV* row) {
+  for (int line = 0; line < DIM * int(sizeof(KV)); line += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + line, 0, 2);
 }
 
-// One partition's share of a (row, head).
+// Scores of HEADS query heads, [HEADS, DIM] arranged, with `count` keys that lie one after the
+// other. `next`: rows to prefetch meanwhile.
+template <int VECTORS, int HEADS, typename KV>
+__attribute__((noinline)) void score_run(const float* query, const KV* keys, const KV* next,
+                                         int count, float* scores) {
+  constexpr int DIM = VECTORS * LANES;
+  vf q[HEADS][VECTORS];
+#pragma GCC unroll 16
+  for (int h = 0; h < HEADS; ++h) load_row(query + h * DIM, q[h]);
+  for (int i = 0; i < count; i += KEYS) {
+    vf dot[HEADS][KEYS];
+#pragma GCC unroll 16
+    for (int k = 0; k < KEYS; ++k) {
+      const int at = std::min(i + k, count - 1);
+      prefetch_row<DIM>(next + at * DIM);
+      vf row[VECTORS];
+      load_row(keys + at * DIM, row);
+#pragma GCC unroll 16
+      for (int h = 0; h < HEADS; ++h) dot[h][k] = q[h][0] * row[0];
+#pragma GCC unroll 16
+      for (int v = 1; v < VECTORS; ++v)
+#pragma GCC unroll 16
+        for (int h = 0; h < HEADS; ++h) dot[h][k] += q[h][v] * row[v];
+    }
+#pragma GCC unroll 16
+    for (int h = 0; h < HEADS; ++h)
+      *reinterpret_cast<unaligned_v4*>(scores + h * SCORE_STRIDE + i) =
+          sum4(dot[h][0], dot[h][1], dot[h][2], dot[h][3]);
+  }
+}
+
+// Adds `count` values, weighted, to the accumulators of HEADS heads, [HEADS, DIM] arranged.
+template <int VECTORS, int HEADS, typename KV>
+__attribute__((noinline)) void weigh_run(const float* weights, const KV* values, const KV* next,
+                                         int count, float* accumulators) {
+  constexpr int DIM = VECTORS * LANES;
+  vf acc[HEADS][VECTORS];
+#pragma GCC unroll 16
+  for (int h = 0; h < HEADS; ++h) load_row(accumulators + h * DIM, acc[h]);
+  for (int i = 0; i < count; ++i) {
+    prefetch_row<DIM>(next + i * DIM);
+    vf row[VECTORS];
+    load_row(values + i * DIM, row);
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; ++v)
+#pragma GCC unroll 16
+      for (int h = 0; h < HEADS; ++h) acc[h][v] += weights[h * SCORE_STRIDE + i] * row[v];
+  }
+#pragma GCC unroll 16
+  for (int h = 0; h < HEADS; ++h) store_row(accumulators + h * DIM, acc[h]);
+}
+
+// Turns `count` scores into weights exp(score - maximum); gives the maximum and the weights' sum.
+void soften(float* scores, int count, float softcap, float* maximum_out, float* sum_out) {
+  const int padded = (count + LANES - 1) / LANES * LANES;
+  std::fill(scores + count, scores + padded, -INFINITY);
+  if (softcap > 0)
+    for (int i = 0; i < count; ++i) scores[i] = softcap * std::tanh(scores[i] / softcap);
+  vf high = splat(-INFINITY);
+  for (int i = 0; i < padded; i += LANES) {
+    const vf s = load(scores + i);
+    high = s > high ? s : high;
+  }
+  float maximum = high[0];
+  for (int lane = 1; lane < LANES; ++lane) maximum = std::max(maximum, high[lane]);
+  vf total = vf{};
+  for (int i = 0; i < padded; i += LANES) {
+    const vf weights = exp_nonpositive(load(scores + i) - maximum);
+    store(scores + i, weights);
+    total += weights;
+  }
+  *maximum_out = maximum;
+  *sum_out = sum(total);
+}
+
 struct Item {
   int32_t sequence;
-  int32_t kv_head;
   int32_t partition;
   int32_t first_row;  // of the sequence's rows in this batch
   int32_t num_rows;
+  int32_t first_kv_head;
+  int32_t num_kv_heads;
 };
 
-// Where the partials of a row lie: partition_start[row] + partition, then by head.
+// The share of each partition in each (row, head): those of a row from start[row] on, in the
+// order of its context, heads innermost. Accumulators are arranged.
 struct Partials {
   std::vector<int64_t> start;  // [num_tokens + 1]
-  std::vector<float> maxima, sums, accumulators;
+  std::unique_ptr<float[]> maxima, sums, accumulators;
+};
+
+// What one thread needs for one row: [heads, head_dim] and [heads, SCORE_STRIDE].
+struct Scratch {
+  std::vector<float> query, scores;
 };
 
 struct Window {
@@ -207,11 +180,103 @@ inline int row_position(const Problem& p, int sequence, int row) {
   return p.context_lens[sequence] - num_rows + row;
 }
 
+// One row over the tokens [first, last) of one partition, a run of neighbours at a time.
 template <int VECTORS, typename KV>
-void run_item(const Problem& p, const Item& item, Partials& partials) {
-  constexpr int DIM = VECTORS * LANES;
-  const int group = p.num_heads / p.num_kv_heads;
-  const int32_t* table = p.block_tables + item.sequence * p.table_stride;
+class Row {
+ public:
+  Row(const Problem& p, const Item& item, Scratch& scratch)
+      : p(p),
+        item(item),
+        table(p.block_tables + item.sequence * p.table_stride),
+        group(p.num_heads / p.num_kv_heads),
+        query(scratch.query.data()),
+        scores(scratch.scores.data()) {}
+
+  void reduce(const float* plain_query, int first, int last, float* maxima, float* sums,
+              float* accumulators) {
+    const KV* keys = static_cast<const KV*>(p.keys) + item.first_kv_head * p.head_stride;
+    const KV* values = static_cast<const KV*>(p.values) + item.first_kv_head * p.head_stride;
+    const int num_heads = item.num_kv_heads * group;
+    scale(plain_query, num_heads);
+    for_runs(keys, first, last, at(values, first),
+             [&](int offset, int count, const KV* run, const KV* next) {
+               each_group([&](auto heads, int kv_head, int head) {
+                 const int64_t there = kv_head * p.head_stride;
+                 score_run<VECTORS, heads.value>(query + head * DIM, run + there, next + there,
+                                                 count, scores + head * SCORE_STRIDE + offset);
+               });
+             });
+    for (int head = 0; head < num_heads; ++head)
+      soften(scores + head * SCORE_STRIDE, last - first, p.softcap, maxima + head, sums + head);
+    std::fill(accumulators, accumulators + num_heads * DIM, 0.0f);
+    for_runs(values, first, last, at(values, last - 1),
+             [&](int offset, int count, const KV* run, const KV* next) {
+               each_group([&](auto heads, int kv_head, int head) {
+                 const int64_t there = kv_head * p.head_stride;
+                 weigh_run<VECTORS, heads.value>(scores + head * SCORE_STRIDE + offset,
+                                                 run + there, next + there, count,
+                                                 accumulators + head * DIM);
+               });
+             });
+  }
+
+ private:
+  static constexpr int DIM = VECTORS * LANES;
+
+  const KV* at(const KV* pool, int position) const {
+    return pool + table[position / p.block_size] * p.block_stride +
+           int64_t(position % p.block_size) * DIM;
+  }
+
+  // Calls work(offset in [first, last), count, first row, first row of the next run).
+  template <typename Work>
+  void for_runs(const KV* pool, int first, int last, const KV* after, Work work) const {
+    for (int start = first; start < last;) {
+      const int count = std::min(p.block_size - start % p.block_size, last - start);
+      const KV* next = start + count < last ? at(pool, start + count) : after;
+      work(start - first, count, at(pool, start), next);
+      start += count;
+    }
+  }
+
+  // Calls work(number of heads as a type, KV head, first query head), both within the item.
+  template <typename Work>
+  void each_group(Work work) const {
+    constexpr int MOST = heads_at_once(VECTORS);
+    for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head)
+      for (int h = 0; h < group; h += MOST) {
+        const int head = kv_head * group + h;
+        switch (std::min(MOST, group - h)) {
+          case 1: work(std::integral_constant<int, 1>(), kv_head, head); break;
+          case 2: work(std::integral_constant<int, std::min(2, MOST)>(), kv_head, head); break;
+          case 3: work(std::integral_constant<int, std::min(3, MOST)>(), kv_head, head); break;
+          default: work(std::integral_constant<int, MOST>(), kv_head, head);
+        }
+      }
+  }
+
+  void scale(const float* plain, int num_heads) {
+    for (int head = 0; head < num_heads; ++head) {
+      vf row[VECTORS];
+      load_row(plain + head * p.query_head_stride, row);
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; ++v) row[v] *= p.scaling;
+      arrange<KV>(row);
+      store_row(query + head * DIM, row);
+    }
+  }
+
+  const Problem& p;
+  const Item& item;
+  const int32_t* table;
+  const int group;
+  float* query;
+  float* scores;
+};
+
+template <int VECTORS, typename KV>
+void run_item(const Problem& p, const Item& item, Partials& partials, Scratch& scratch) {
+  const int first_head = item.first_kv_head * (p.num_heads / p.num_kv_heads);
   for (int row = item.first_row; row < item.first_row + item.num_rows; ++row) {
     const Window window = visible(p, row_position(p, item.sequence, row));
     const int first = std::max(window.first, item.partition * PARTITION);
@@ -219,50 +284,66 @@ void run_item(const Problem& p, const Item& item, Partials& partials) {
     if (first >= last) continue;
     const int64_t token = p.query_starts[item.sequence] + row;
     const int64_t part = partials.start[token] + item.partition - window.first / PARTITION;
-    for (int h = 0; h < group; h += HEADS_AT_ONCE) {
-      const int head = item.kv_head * group + h;
-      const float* query =
-          p.query + token * p.query_token_stride + head * p.query_head_stride;
-      const int64_t slot = part * p.num_heads + head;
-      float* m = &partials.maxima[slot];
-      float* s = &partials.sums[slot];
-      float* a = &partials.accumulators[slot * DIM];
-      switch (std::min(HEADS_AT_ONCE, group - h)) {
-        case 1:
-          reduce_row<VECTORS, 1, KV>(p, table, item.kv_head, query, first, last, m, s, a);
-          break;
-        case 2:
-          reduce_row<VECTORS, 2, KV>(p, table, item.kv_head, query, first, last, m, s, a);
-          break;
-        case 3:
-          reduce_row<VECTORS, 3, KV>(p, table, item.kv_head, query, first, last, m, s, a);
-          break;
-        default:
-          reduce_row<VECTORS, 4, KV>(p, table, item.kv_head, query, first, last, m, s, a);
-      }
-    }
+    const int64_t slot = part * p.num_heads + first_head;
+    const float* query =
+        p.query + token * p.query_token_stride + first_head * p.query_head_stride;
+    Row<VECTORS, KV>(p, item, scratch)
+        .reduce(query, first, last, &partials.maxima[slot], &partials.sums[slot],
+                &partials.accumulators[slot * p.head_dim]);
   }
 }
 
 // The partials of one row, in the order of its context.
+template <int VECTORS, typename KV>
 void merge_row(const Problem& p, const Partials& partials, int64_t token) {
   const int64_t first = partials.start[token], last = partials.start[token + 1];
   for (int head = 0; head < p.num_heads; ++head) {
     float maximum = -INFINITY;
     for (int64_t part = first; part < last; ++part)
       maximum = std::max(maximum, partials.maxima[part * p.num_heads + head]);
-    float* out = p.out + (token * p.num_heads + head) * p.head_dim;
+    vf out[VECTORS] = {};
     float total = 0;
-    std::fill(out, out + p.head_dim, 0.0f);
     for (int64_t part = first; part < last; ++part) {
       const int64_t slot = part * p.num_heads + head;
       const float weight = std::exp(partials.maxima[slot] - maximum);
       total += weight * partials.sums[slot];
-      const float* a = &partials.accumulators[slot * p.head_dim];
-      for (int d = 0; d < p.head_dim; ++d) out[d] += weight * a[d];
+      vf share[VECTORS];
+      load_row(&partials.accumulators[slot * p.head_dim], share);
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; ++v) out[v] += weight * share[v];
     }
-    for (int d = 0; d < p.head_dim; ++d) out[d] /= total;
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; ++v) out[v] /= total;
+    store_arranged<KV>(p.out + (token * p.num_heads + head) * p.head_dim, out);
   }
+}
+
+// Splits a sequence's rows into items of all KV heads.
+void plan_items(const Problem& p, int sequence, std::vector<Item>& items) {
+  const int num_rows = p.query_starts[sequence + 1] - p.query_starts[sequence];
+  for (int row = 0; row < num_rows; row += ROW_TILE) {
+    const int rows = std::min(ROW_TILE, num_rows - row);
+    const int from = visible(p, row_position(p, sequence, row)).first / PARTITION;
+    const int to = row_position(p, sequence, row + rows - 1) / PARTITION;
+    for (int partition = from; partition <= to; ++partition)
+      items.push_back({sequence, partition, row, rows, 0, p.num_kv_heads});
+  }
+}
+
+// A tile of several rows reads a head's partition again and again, which has to stay cached.
+std::vector<Item> split_heads(const Problem& p, const std::vector<Item>& items) {
+  const bool few = int64_t(items.size()) < int64_t(ITEMS_PER_THREAD) * p.num_threads;
+  std::vector<Item> split;
+  for (Item item : items) {
+    if (!few && item.num_rows == 1) {
+      split.push_back(item);
+      continue;
+    }
+    item.num_kv_heads = 1;
+    for (item.first_kv_head = 0; item.first_kv_head < p.num_kv_heads; ++item.first_kv_head)
+      split.push_back(item);
+  }
+  return split;
 }
 
 template <int VECTORS, typename KV>
@@ -273,37 +354,39 @@ void attend(const Problem& p) {
   partials.start.resize(num_tokens + 1);
   int64_t num_partials = 0;
   for (int sequence = 0; sequence < p.num_sequences; ++sequence) {
-    const int num_rows = p.query_starts[sequence + 1] - p.query_starts[sequence];
-    for (int row = 0; row < num_rows; ++row) {
-      const Window window = visible(p, row_position(p, sequence, row));
-      partials.start[p.query_starts[sequence] + row] = num_partials;
+    for (int64_t token = p.query_starts[sequence]; token < p.query_starts[sequence + 1]; ++token) {
+      const Window window =
+          visible(p, row_position(p, sequence, int(token - p.query_starts[sequence])));
+      partials.start[token] = num_partials;
       num_partials += (window.last - 1) / PARTITION - window.first / PARTITION + 1;
     }
-    for (int row = 0; row < num_rows; row += ROW_TILE) {
-      const int rows = std::min(ROW_TILE, num_rows - row);
-      const int from = visible(p, row_position(p, sequence, row)).first / PARTITION;
-      const int to = row_position(p, sequence, row + rows - 1) / PARTITION;
-      for (int partition = from; partition <= to; ++partition)
-        for (int head = 0; head < p.num_kv_heads; ++head)
-          items.push_back({sequence, head, partition, row, rows});
-    }
+    plan_items(p, sequence, items);
   }
+  items = split_heads(p, items);
   partials.start[num_tokens] = num_partials;
-  partials.maxima.resize(num_partials * p.num_heads);
-  partials.sums.resize(num_partials * p.num_heads);
-  partials.accumulators.resize(num_partials * p.num_heads * p.head_dim);
+  // Written whole before they are read, so they need no zeros.
+  partials.maxima.reset(new float[num_partials * p.num_heads]);
+  partials.sums.reset(new float[num_partials * p.num_heads]);
+  partials.accumulators.reset(new float[num_partials * p.num_heads * p.head_dim]);
 #pragma omp parallel num_threads(p.num_threads)
   {
+    Scratch scratch;
+    scratch.query.resize(p.num_heads * p.head_dim);
+    scratch.scores.resize(p.num_heads * SCORE_STRIDE);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < int64_t(items.size()); ++i) run_item<VECTORS, KV>(p, items[i], partials);
+    for (int64_t i = 0; i < int64_t(items.size()); ++i)
+      run_item<VECTORS, KV>(p, items[i], partials, scratch);
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; ++token) merge_row(p, partials, token);
+    for (int64_t token = 0; token < num_tokens; ++token)
+      merge_row<VECTORS, KV>(p, partials, token);
   }
 }
 
 template <typename KV>
 int dispatch(const Problem& p) {
   switch (p.head_dim) {
+    case 16: attend<1, KV>(p); return 0;
+    case 32: attend<2, KV>(p); return 0;
     case 64: attend<4, KV>(p); return 0;
     case 80: attend<5, KV>(p); return 0;
     case 96: attend<6, KV>(p); return 0;

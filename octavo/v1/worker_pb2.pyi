@@ -12,7 +12,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("boot_id", "geometry", "model_name", "model_path", "vocab_size", "eos_token_ids", "max_inflight_steps", "attention_backend", "device", "max_num_batched_tokens")
+    __slots__ = ("boot_id", "geometry", "model_name", "model_path", "vocab_size", "eos_token_ids", "max_inflight_steps", "attention_backend", "device", "max_num_batched_tokens", "batch_invariant")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class WorkerInfo(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     geometry: _types_pb2.PoolGeometry
     model_name: str
@@ -33,7 +34,8 @@ class WorkerInfo(_message.Message):
     attention_backend: str
     device: str
     max_num_batched_tokens: int
-    def __init__(self, boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_inflight_steps: _Optional[int] = ..., attention_backend: _Optional[str] = ..., device: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    batch_invariant: bool
+    def __init__(self, boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_inflight_steps: _Optional[int] = ..., attention_backend: _Optional[str] = ..., device: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
 
 class InstallRequest(_message.Message):
     __slots__ = ("fence",)

@@ -99,7 +99,8 @@ def test_info(worker, model_folders):
     assert info.model_name == "llama-gqa"
     assert Path(info.model_path) == model_folders["llama-gqa"]
     assert (info.vocab_size, list(info.eos_token_ids)) == (97, [2])
-    assert (info.attention_backend, info.device) == ("reference", "cpu")
+    assert (info.attention_backend, info.device) == ("cpu", "cpu")
+    assert info.batch_invariant
     assert (info.max_inflight_steps, info.max_num_batched_tokens) == (1, 64)
     geometry = info.geometry
     assert (geometry.num_blocks, geometry.block_size) == (32, 4)
