@@ -52,6 +52,7 @@ class Client:
         self.channel = grpc.insecure_channel(address)
         self.stub = kvmem_pb2_grpc.KvMemoryStub(self.channel)
         self.fence = types_pb2.Fence()
+        self.open_reply = pb.SessionOpened()
         self.is_open = False
         self.batch_seq = 0
         self.step_id = 1
@@ -62,6 +63,7 @@ class Client:
 
     def opened(self, opened: pb.SessionOpened) -> pb.SessionOpened:
         """Go on from here, wherever the session was opened."""
+        self.open_reply = opened
         self.fence, self.is_open, self.batch_seq = opened.fence, True, 0
         self.step_id = opened.last_step_id + 1
         return opened

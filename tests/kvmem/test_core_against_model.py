@@ -387,7 +387,12 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.running())
     @rule(data=st.data(), num_children=st.integers(1, 3), with_tokens=st.booleans())
     def fork(self, data: st.DataObject, num_children: int, with_tokens: bool) -> None:
-        parent = self.pick(data, self.model.running())
+        self.fork_from(data, self.pick(data, self.model.running()), num_children, with_tokens)
+
+    def fork_from(
+        self, data: st.DataObject, parent: NaiveSequence, num_children: int, with_tokens: bool
+    ) -> NaiveSequence | None:
+        """The last child; None when there is none."""
         numbers = self.model.free_candidates(parent.request_id)[:num_children]
         tokens = data.draw(st.lists(token, min_size=1 + num_children, max_size=1 + num_children))
         tokens = tokens if with_tokens else []
@@ -396,10 +401,11 @@ class MemoryMachine(RuleBasedStateMachine):
         result = self.send(op).results[0]
         if len(numbers) < num_children or (tokens and len(parent.tokens) > MAX_MODEL_LEN):
             expect(result, OpStatus.INVALID_ARGUMENT)
-            return
+            return None
         if len(self.model.sequences) + num_children > MAX_SEQUENCES:
             expect(result, OpStatus.NO_FREE_SEQUENCES)
-            return
+            return None
+        child = None
         forked = expect(result, OpStatus.OK).value
         assert isinstance(forked, b.Forked)
         assert forked.block_ids.tolist() == parent.table
@@ -425,6 +431,28 @@ class MemoryMachine(RuleBasedStateMachine):
         parent.tokens = parent.tokens + tokens[:1]
         if words:
             parent.scheduler_state = words[0].to_bytes(8, "little")
+        return child
+
+    @precondition(lambda self: self.model.running())
+    @rule(data=st.data(), issue=st.booleans())
+    def part(self, data: st.DataObject, issue: bool) -> None:
+        """A child goes its own way."""
+        self.part_from(data, self.pick(data, self.model.running()), issue)
+
+    def part_from(self, data: st.DataObject, parent: NaiveSequence, issue: bool) -> NaiveSequence:
+        """The child, or where none could be born the parent. It and all its siblings write, which
+        makes copies."""
+        child = self.fork_from(data, parent, 1, True)
+        siblings = [s for s in self.model.of_request(parent.request_id) if s.is_running]
+        ids = [s.sequence_id for s in siblings]
+        slots = [min(len(s.tokens), MAX_MODEL_LEN) for s in siblings]
+        failed, sources = self.model.reserve(ids, slots, [])
+        result = self.send(b.Reserve(u64(ids), i32(slots)))
+        expect(result.results[0], OpStatus.NO_FREE_BLOCKS if failed else OpStatus.OK)
+        self.receive_deltas(result, sources)
+        if issue and len(self.worker.in_flight) < MAX_IN_FLIGHT:
+            self.issue_step()
+        return child or parent
 
     @precondition(lambda self: len(self.worker.in_flight) < MAX_IN_FLIGHT)
     @rule()
@@ -539,6 +567,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.worker = NaiveWorker(BLOCK_SIZE)
         confirmed = self.confirm_pool()
         assert confirmed == PoolConfirmed(is_new_pool=True)
+        # The step of the last takeover, and the copies it found.
+        self.taken_over: tuple[int, list[tuple[int, int]]] = 0, []
         self.sent = []
         self.model.quarantine, self.model.step_copies = {}, []
         self.model.step_id = self.memory.last_step_id
@@ -557,8 +587,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        issue=st.booleans(),
-        num_executed=st.integers(0, MAX_IN_FLIGHT),
+        last_words=st.sampled_from(["", "issue", "part", "part and end", "part twice"]),
+        num_executed=st.sampled_from([0, 0, 0, *range(1, 1 + MAX_IN_FLIGHT)]),
         expire=seldom,
         worker_too=seldom,
         chance=seldom,
@@ -566,7 +596,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def take_over(
         self,
         data: st.DataObject,
-        issue: bool,
+        last_words: str,
         num_executed: int,
         expire: int,
         worker_too: int,
@@ -576,8 +606,7 @@ class MemoryMachine(RuleBasedStateMachine):
         goes on from what the memory service has."""
         if chance > 2:
             return
-        if issue and len(self.worker.in_flight) < MAX_IN_FLIGHT:
-            self.issue_step()
+        self.speak(data, last_words)
         for _ in range(min(num_executed, len(self.worker.in_flight))):
             self.worker.finish_oldest()
         # What the dead holder knew, and did not tell, is gone with it.
@@ -600,6 +629,20 @@ class MemoryMachine(RuleBasedStateMachine):
         )
         self.go_on_from(self.confirm_pool(), pending)
 
+    def speak(self, data: st.DataObject, last_words: str) -> None:
+        """What the holder does last: copies in a step, and in the one after it something that
+        touches their blocks."""
+        running = self.model.running()
+        if last_words.startswith("part") and running:
+            parent = self.pick(data, running)
+            child = self.part_from(data, parent, True)
+            if last_words == "part twice":  # one of the two holds a block that is yet to be copied
+                self.part_from(data, data.draw(st.sampled_from([parent, child])), False)
+        if last_words == "part and end" and self.model.sequences:
+            self.free(data, b.FinishReason.STOP, 0)
+        elif last_words == "issue" and len(self.worker.in_flight) < MAX_IN_FLIGHT:
+            self.issue_step()
+
     def open_session(self) -> Session:
         session = self.memory.ledger.session
         assert session is not None
@@ -608,6 +651,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def go_on_from(self, confirmed: PoolConfirmed, pending: list[tuple[int, int]]) -> None:
         """Adopt everything; what is said to be computed must be there, once the pending copies
         are made."""
+        self.taken_over = self.model.step_id, list(pending)
         copies = confirmed.pending_copies
         assert sorted((one.src_block_id, one.dst_block_id) for one in copies) == sorted(pending)
         for one in copies:
@@ -688,8 +732,17 @@ class MemoryMachine(RuleBasedStateMachine):
             self.gatekeeper.release_session(self.open_session(), 0)
         self.gatekeeper.resume_session(ledger.fence(), ledger.next_batch_seq - 1, 0)
         assert self.gatekeeper.mutations_open == (not recovered)
-        if recovered:
-            assert not self.confirm_pool().is_new_pool
+        if not recovered:
+            return
+        confirmed = self.confirm_pool()
+        assert not confirmed.is_new_pool
+        copies = [(one.src_block_id, one.dst_block_id) for one in confirmed.pending_copies]
+        step, pending = self.taken_over
+        if step <= self.memory.acknowledged_step:
+            assert not copies
+        else:
+            used = self.model.in_use()
+            assert sorted(copies) == sorted((src, dst) for src, dst in pending if dst in used)
 
     # --- always ------------------------------------------------------------------------
 
