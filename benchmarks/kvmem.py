@@ -7,18 +7,20 @@ slots for them. Lengths are staggered, so about one sequence in block_size needs
 step. `core_*` is the core in this process, ops in and result out; `rpc_*` is the same step
 through a real process over a unix socket, one batch in flight, from building the request to
 holding the reply's columns. `rpc_empty_us` is a batch without ops: what the stream alone costs.
+`journal_cost_pct` is what a journal adds to that step.
 Ends with one JSON line; all times in microseconds, means are totals divided by counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,6 +193,16 @@ class RpcBench:
         return result
 
     async def decode(self, num_sequences: int, num_steps: int) -> Timings:
+        decoding, timings = await self.start(num_sequences), Timings()
+        for i in range(WARMUP_STEPS + num_steps):
+            start = time.perf_counter_ns()
+            await self.step(decoding)
+            if i >= WARMUP_STEPS:
+                timings.samples_ns.append(time.perf_counter_ns() - start)
+        return timings
+
+    async def start(self, num_sequences: int) -> Decoding:
+        """So many running sequences."""
         arrivals = [
             pb.Arrive(request_id=f"r{i}", prompt_token_ids=range(prompt_len(i)), num_candidates=1)
             for i in range(num_sequences)
@@ -202,13 +214,7 @@ class RpcBench:
             for i, sequence_id in enumerate(ids)
         ]
         await self.apply(pb.Op(admit=pb.Admit(members=members)))
-        decoding, timings = Decoding.of(ids), Timings()
-        for i in range(WARMUP_STEPS + num_steps):
-            start = time.perf_counter_ns()
-            await self.step(decoding)
-            if i >= WARMUP_STEPS:
-                timings.samples_ns.append(time.perf_counter_ns() - start)
-        return timings
+        return Decoding.of(ids)
 
     async def empty(self, num_steps: int) -> Timings:
         timings = Timings()
@@ -233,23 +239,57 @@ class RpcBench:
         unpack(result.deltas.block_ids, I32)
 
 
-async def bench_rpc(num_sequences: int, num_steps: int) -> dict[str, Timings]:
+@contextlib.asynccontextmanager
+async def rpc_bench(num_blocks: int, *options: str) -> AsyncIterator[RpcBench]:
+    """A session with a service of its own, which has a pool of so many blocks."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{Path(folder) / 'kvmem.sock'}"
-        command = [sys.executable, "-m", "kvmem_svc", "--address", address]
+        command = [sys.executable, "-m", "kvmem_svc", "--address", address, *options]
         process = subprocess.Popen([*command, "--log-level", "warning"])
         try:
             async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
                 await asyncio.wait_for(channel.channel_ready(), READY_TIMEOUT_S)
                 bench = RpcBench(kvmem_pb2_grpc.KvMemoryStub(channel))
-                await bench.open(num_blocks_for(num_sequences, WARMUP_STEPS + num_steps))
-                return {
-                    f"rpc_step_us_{num_sequences}": await bench.decode(num_sequences, num_steps),
-                    "rpc_empty_us": await bench.empty(num_steps),
-                }
+                await bench.open(num_blocks)
+                yield bench
         finally:
             process.terminate()
             process.wait(READY_TIMEOUT_S)
+
+
+async def bench_rpc(num_sequences: int, num_steps: int) -> dict[str, Timings]:
+    async with rpc_bench(num_blocks_for(num_sequences, WARMUP_STEPS + num_steps)) as bench:
+        return {
+            f"rpc_step_us_{num_sequences}": await bench.decode(num_sequences, num_steps),
+            "rpc_empty_us": await bench.empty(num_steps),
+        }
+
+
+async def bench_journal(num_sequences: int, num_steps: int) -> dict[str, float]:
+    """Two services, one with a journal, take the same steps in turn; the order changes with
+    every pair. What the folding of full segments takes meanwhile is in it."""
+    num_blocks = num_blocks_for(num_sequences, WARMUP_STEPS + num_steps)
+    with tempfile.TemporaryDirectory() as journal:
+        async with (
+            rpc_bench(num_blocks, "--journal", "none") as without,
+            rpc_bench(num_blocks, "--journal", journal) as with_journal,
+        ):
+            pair = [(bench, await bench.start(num_sequences)) for bench in (without, with_journal)]
+            timings = [Timings(), Timings()]
+            for i in range(WARMUP_STEPS + num_steps):
+                for which in (i % 2, 1 - i % 2):
+                    bench, decoding = pair[which]
+                    start = time.perf_counter_ns()
+                    await bench.step(decoding)
+                    if i >= WARMUP_STEPS:
+                        timings[which].samples_ns.append(time.perf_counter_ns() - start)
+    off, on = timings
+    return {
+        "journal_off_us": off.mean_us,
+        "journal_on_us": on.mean_us,
+        "journal_cost_pct": round(100 * (on.mean_us / off.mean_us - 1), 1),
+        "journal_cost_pct_p50": round(100 * (on.percentile_us(50) / off.percentile_us(50) - 1), 1),
+    }
 
 
 def main(
@@ -270,6 +310,7 @@ def main(
         report |= summary(f"{name}_us", timings)
     for name, timings in uvloop.run(bench_rpc(256, num_steps)).items():
         report |= summary(name, timings)
+    report |= uvloop.run(bench_journal(256, num_steps))
     print(json.dumps(report))
 
 

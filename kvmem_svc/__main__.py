@@ -184,7 +184,8 @@ def _memory_and_journal(
             discard_damaged=discard_damaged,
         )
     except JournalError as error:
-        log.error("cannot start", error=str(error))
+        # The last line is what a supervisor shows: a sentence for a person.
+        print(f"octavo-kvmem: {error}", file=sys.stderr)
         sys.exit(3)
     return memory, opened, report.recovered
 

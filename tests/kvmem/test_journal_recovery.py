@@ -45,8 +45,8 @@ from tests.kvmem.journal_history import (
 SOON_S = 60.0
 SMALL_SEGMENT_BYTES = 1500
 UNLIMITED = SegmentLimits(max_bytes=1 << 30, max_records=1 << 30)
-some = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-few = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Journalled:

@@ -27,7 +27,7 @@ from tests.kvmem.journal_history import (
     result_bytes,
 )
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def new_memory() -> KvMemory:
