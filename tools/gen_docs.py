@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
-from kvmem_svc.core.limits import ARRIVE_RANGES, GEOMETRY_RANGES
+from kvmem_svc.core.leases import LeaseTimes
+from kvmem_svc.core.limits import ARRIVE_RANGES, GEOMETRY_RANGES, MAX_CLOCK_STEP_MS
 from kvmem_svc.core.sequences import TRANSITIONS as SEQUENCE_TRANSITIONS
 from octavo.service.errors import REASONS
 from scheduler_svc.core.params import RANGES
@@ -59,6 +61,13 @@ def limits() -> str:
         + table(("field", "allowed"), rows(dict(GEOMETRY_RANGES)))
         + "\n## A request's record (Arrive)\n\n"
         + table(("field", "allowed"), rows(dict(ARRIVE_RANGES)))
+        + "\n## Sessions\n\nOptions of the service, in milliseconds of the time it was there to be"
+        f" spoken to:\na gap of more than {MAX_CLOCK_STEP_MS} ms between two looks at the clock counts"
+        " for that much.\n\n"
+        + table(
+            ("option", "default"),
+            [(f"`--{one.name.replace('_', '-')}`", one.default) for one in fields(LeaseTimes)],
+        )
     )
 
 

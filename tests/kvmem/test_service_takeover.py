@@ -69,7 +69,7 @@ def forked_with_a_copy_in_step_1(client: Client) -> tuple[int, int, pb.BatchResu
 
 
 def test_a_takeover_from_a_broken_stream_to_the_next_token(tmp_path: Path) -> None:
-    with kvmem_process(tmp_path, "--resume-grace-ms", "300") as (address, _):
+    with kvmem_process(tmp_path, "--resume-grace-ms", "1000") as (address, _):
         first, second = Client(address), Client(address)
         stream = Stream(first, OPEN)
         first.opened(stream.receive().opened)
@@ -79,7 +79,7 @@ def test_a_takeover_from_a_broken_stream_to_the_next_token(tmp_path: Path) -> No
         assert held.reason == "SESSION_HELD"
         assert held.metadata == {"holder": "first", "holder_address": "here:1"}
         assert held.retry_after_ms is not None
-        assert held.retry_after_ms <= 300
+        assert held.retry_after_ms <= 1_000
         stream.call.cancel()
         assert refused(second.open).reason == "SESSION_HELD"  # the grace is its holder's
         wait_until(lambda: opens(second), "the end of the grace")
@@ -109,13 +109,13 @@ def test_a_takeover_from_a_broken_stream_to_the_next_token(tmp_path: Path) -> No
 
 
 def test_a_holder_that_comes_back_after_its_lease_is_told_so(tmp_path: Path) -> None:
-    with kvmem_process(tmp_path, "--lease-ttl-ms", "500") as (address, _):
+    with kvmem_process(tmp_path, "--lease-ttl-ms", "1500") as (address, _):
         first, second = Client(address), Client(address)
         stream = Stream(first, OPEN)
         first.opened(stream.receive().opened)
         first.attach()
         for _ in range(8):  # silent but for this, and for longer than the lease
-            time.sleep(0.125)
+            time.sleep(0.25)
             stream.put(HEARTBEAT)
         stream.send(first.batch(arrive("r", 3)))
         late = first.batch()
