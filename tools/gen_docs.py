@@ -62,8 +62,8 @@ def limits() -> str:
         + "\n## A request's record (Arrive)\n\n"
         + table(("field", "allowed"), rows(dict(ARRIVE_RANGES)))
         + "\n## Sessions\n\nOptions of the service, in milliseconds of the time it was there to be"
-        f" spoken to:\na gap of more than {MAX_CLOCK_STEP_MS} ms between two looks at the clock counts"
-        " for that much.\n\n"
+        f" spoken to:\na gap of more than {MAX_CLOCK_STEP_MS} ms between two looks at the clock"
+        " counts for that much.\n\n"
         + table(
             ("option", "default"),
             [(f"`--{one.name.replace('_', '-')}`", one.default) for one in fields(LeaseTimes)],
