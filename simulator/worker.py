@@ -94,11 +94,21 @@ def solo_run(request: Request, candidate: int, tree: PrefixTree | None = None) -
     return tuple(output)
 
 
+def logprob_of(token: int) -> float:
+    """What the worker says of a token, wherever it is drawn. Sums of these are exact."""
+    return -(token + 1) / 64
+
+
+def letter_of(token: int) -> str:
+    """Token 7 is the letter of code 7 + 64."""
+    return chr(64 + token)
+
+
 class Letters:
-    """Text streams: token 7 is the letter of code 7 + 64, at once."""
+    """Text streams: every token is a letter, at once."""
 
     def push(self, token_id: int) -> str:
-        return chr(64 + token_id)
+        return letter_of(token_id)
 
     def flush(self) -> str:
         return ""
@@ -112,6 +122,8 @@ class KnownSequence:
     table_version: int
     seed: int
     sample_index: int
+    # Position and token of the last draw.
+    drawn: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,8 +170,15 @@ class TagWorker:
             for row, prefix in zip(rows, prefixes, strict=True)
             for j in range(row.num_samples)
         ]
+        at = 0
+        for row in rows:
+            at += row.num_samples
+            if row.num_samples:
+                row.known.drawn = (row.num_computed + len(row.tokens), sampled[at - 1])
         return ops.StepResult(
-            step.step_id, np.array(sampled, np.int32), np.zeros(len(sampled), np.float32)
+            step.step_id,
+            np.array(sampled, np.int32),
+            np.array([logprob_of(token) for token in sampled], np.float32),
         )
 
     # ---- tables ----
@@ -254,10 +273,23 @@ class TagWorker:
                 f"sequence {sequence_id}: {computed + count} tokens in {len(known.table)} blocks",
             )
             tokens = tuple(step.input_token_ids[at : at + count].tolist())
+            if tokens == (ops.DRAWN_LAST,):
+                tokens = (self._drawn_last(sequence_id, known, computed),)
             at += count
             rows.append(_Row(sequence_id, known, computed, tokens, num_samples))
         self.max_tokens_in_step = max(self.max_tokens_in_step, at)
         return rows
+
+    @staticmethod
+    def _drawn_last(sequence_id: int, known: KnownSequence, position: int) -> int:
+        expect(
+            known.drawn is not None and known.drawn[0] == position,
+            "worker draws",
+            f"sequence {sequence_id} is to go on at {position} with what was drawn last:"
+            f" {known.drawn}",
+        )
+        assert known.drawn is not None
+        return known.drawn[1]
 
     # ---- slots ----
 

@@ -226,7 +226,9 @@ def match_retained(
             and left >= 0
             and num_samples == expected
         ):
-            rows.append(Row(sequence, num_input_tokens, num_samples))
+            row = Row(sequence, num_computed_tokens, num_input_tokens, num_samples)
+            row.issue()
+            rows.append(row)
             kept.extend(draws)
     result = retained.result
     return StepPlan(rows), ops.StepResult(

@@ -37,6 +37,8 @@ class Connected:
     adopted: tuple[AdoptedRequest, ...] = ()
     pending_copies: tuple[PendingCopy, ...] = ()
     retained: tuple[RetainedStep, ...] = ()
+    # Steps that may be at the worker at a time.
+    max_inflight_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class ApplyBatch:
 @dataclass(frozen=True)
 class ExecuteStep:
     step: Step
+    # Trace contexts of the requests it serves.
+    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

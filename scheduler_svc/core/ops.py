@@ -23,6 +23,9 @@ NO_INT32 = np.empty(0, np.int32)
 NO_UINT32 = np.empty(0, np.uint32)
 NO_UINT64 = np.empty(0, np.uint64)
 
+# As an input token: the one which the worker drew last for the sequence.
+DRAWN_LAST = -1
+
 
 @dataclass(frozen=True)
 class Arrive:

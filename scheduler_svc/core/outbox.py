@@ -35,8 +35,8 @@ class Outbox:
     def add(self, op: ops.Op, on_result: OnResult = expect_ok) -> None:
         self._queued.append((op, on_result))
 
-    def holds(self, kind: type) -> bool:
-        return any(isinstance(op, kind) for op, _ in self._queued)
+    def holds(self, *kinds: type) -> bool:
+        return any(isinstance(op, kinds) for op, _ in self._queued)
 
     def retract(self, matches: Callable[[ops.Op], bool]) -> None:
         """Take back queued ops that were not sent."""

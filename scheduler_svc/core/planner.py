@@ -39,13 +39,21 @@ class Row:
     """One sequence in the batch. num_samples 0: its prompt goes on in a later step."""
 
     sequence: Sequence
+    # Position of the first input token.
+    start: int
     num_input_tokens: int
     num_samples: int
 
     @property
     def num_slots(self) -> int:
         """Slots the sequence must have for this row, from its start."""
-        return self.sequence.num_computed_tokens + self.num_input_tokens
+        return self.start + self.num_input_tokens
+
+    def issue(self) -> None:
+        """The row's step goes to the worker."""
+        assert self.start == self.sequence.num_scheduled_tokens, self
+        self.sequence.num_inflight_tokens += self.num_input_tokens
+        self.sequence.num_inflight_draws += bool(self.num_samples)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,9 @@ class StepPlan:
         by_group: dict[int, tuple[SequenceGroup, list[Row]]] = {}
         for row in self.rows:
             group = row.sequence.group
-            if id(group) not in admitted and row.num_slots > row.sequence.num_writable_slots:
+            # One that has ended meanwhile needs nothing any more.
+            needs = not row.sequence.finished and row.num_slots > row.sequence.num_writable_slots
+            if needs and id(group) not in admitted:
                 by_group.setdefault(id(group), (group, []))[1].append(row)
         return list(by_group.values())
 
@@ -101,8 +111,8 @@ class Planner:
             for group in self._policy.running_order(view.running)
             for sequence in group.live
         ]
-        decoding = [s for s in running if s.num_uncomputed_tokens == 1]
-        prefilling = [s for s in running if s.num_uncomputed_tokens > 1]
+        decoding = [s for s in running if s.num_unscheduled_tokens == 1]
+        prefilling = [s for s in running if s.num_unscheduled_tokens > 1]
         for sequence in (*decoding, *prefilling):
             tokens_left -= self._add_row(plan, sequence, tokens_left)
         if may_admit:
@@ -111,12 +121,14 @@ class Planner:
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens_left: int) -> int:
         """Append a row of at most `tokens_left` tokens; the number it took."""
-        num_tokens = min(sequence.num_uncomputed_tokens, tokens_left)
-        if num_tokens < 1 or not self._prefix_is_there(plan, sequence):
+        num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)
+        if num_tokens < 1 or sequence.waits_for_draw:
             return 0
-        completes = num_tokens == sequence.num_uncomputed_tokens
+        if not self._prefix_is_there(plan, sequence):
+            return 0
+        completes = num_tokens == sequence.num_unscheduled_tokens
         num_samples = self._decoding.num_samples(sequence) if completes else 0
-        plan.rows.append(Row(sequence, num_tokens, num_samples))
+        plan.rows.append(Row(sequence, sequence.num_scheduled_tokens, num_tokens, num_samples))
         return num_tokens
 
     def _prefix_is_there(self, plan: StepPlan, sequence: Sequence) -> bool:
@@ -128,7 +140,7 @@ class Planner:
         if source is None:
             return True
         in_step = sum(row.num_input_tokens for row in plan.rows if row.sequence is source)
-        return source.num_computed_tokens + in_step >= sequence.prefix_source_tokens
+        return source.num_scheduled_tokens + in_step >= sequence.prefix_source_tokens
 
     def _admit(self, plan: StepPlan, view: View, budget: Budget, tokens_left: int) -> None:
         seats = budget.max_num_seqs - sum(group.num_seats for group in view.running)

@@ -67,6 +67,9 @@ class Sequence:
     checker: StopChecker
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    # In steps that were issued and have not come back: tokens they compute, and draws.
+    num_inflight_tokens: int = 0
+    num_inflight_draws: int = 0
     block_table: list[int] = field(default_factory=list)
     table_version: int = 0
     # Slots, from the start of the sequence, that it may write without asking: those that an
@@ -93,8 +96,24 @@ class Sequence:
         return len(self.group.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+    def num_scheduled_tokens(self) -> int:
+        """KV that will be present once the issued steps are done: where its next row begins."""
+        return self.num_computed_tokens + self.num_inflight_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens of which no issued step computes the KV; those being drawn count as there."""
+        return self.num_tokens + self.num_inflight_draws - self.num_scheduled_tokens
+
+    @property
+    def waits_for_draw(self) -> bool:
+        """Whether its next step depends on what the issued ones draw: it may end with that, or
+        fork."""
+        if not self.num_inflight_draws:
+            return False
+        params = self.group.request.params
+        is_last = len(self.output_token_ids) + self.num_inflight_draws >= params.max_tokens
+        return is_last or not self.group.forked
 
     @property
     def finished(self) -> bool:
@@ -123,6 +142,7 @@ class Sequence:
 
     def forget_blocks(self) -> None:
         """The blocks were taken back: nothing is computed, the worker must be told anew."""
+        assert not self.num_inflight_tokens, f"{self.sequence_id} is in a step"
         self.num_computed_tokens = 0
         self.block_table = []
         self.num_writable_slots = 0

@@ -62,6 +62,8 @@ def _read_row(
     take them."""
     sequence = row.sequence
     sequence.num_computed_tokens += row.num_input_tokens
+    sequence.num_inflight_tokens -= row.num_input_tokens
+    sequence.num_inflight_draws -= bool(row.num_samples)
     if not token_ids:
         return ()
     decision = decoding.decide(sequence, token_ids, logprobs)

@@ -1,13 +1,21 @@
-"""The life of steps over one connection, with one batch and one step in flight at most:
+"""The life of steps over one connection, with one batch and a few steps in flight at most.
 
-StepExecuted(k) --> commit k, plan k+1, reserve --> ApplyBatch
-BatchApplied    --> (out of blocks: preempt, reserve again) --> ExecuteStep(k+1)
+In steady decode nothing waits for anything: blocks were reserved ahead, so that step k+2 is issued
+as soon as step k comes back and k+1 runs, its input tokens those that k+1 is drawing. The commit of
+k rides beside it. A step that needs blocks waits for its batch:
+
+    plan --> ApplyBatch (reserve, admit) --> (out of blocks: make room, ask again) --> ExecuteStep
+
+Room is made only once no step is in flight, so that nobody loses blocks that one of them uses.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from scheduler_svc.core import adoption, events, ops
 from scheduler_svc.core.decoding import DecodingStrategy, ForkInto
@@ -18,6 +26,9 @@ from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
 from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
 from scheduler_svc.core.stopping import FinishReason
 from scheduler_svc.core.worker_mirror import WorkerMirror
+
+# How far ahead of a sequence its slots are reserved. Two steps are in flight, and one batch.
+LOOKAHEAD_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,11 @@ class Stepper:
         self._freed_estimate = 0
         self._plan: StepPlan | None = None
         self._starved: list[SequenceGroup] = []
-        self._executing: StepPlan | None = None
+        # Issued steps that have not come back, oldest first, by step id.
+        self._executing: deque[tuple[int, StepPlan]] = deque()
+        self._max_inflight_steps = connected.max_inflight_steps
+        # Somebody got no blocks: no step is begun until those in flight have come back.
+        self._draining = False
         self._last_step_id = self._acknowledged_step = connected.last_step_id
 
     @property
@@ -78,10 +93,9 @@ class Stepper:
         self.outbox.settle(result)
 
     def on_step_executed(self, result: ops.StepResult) -> None:
-        assert self._executing is not None
-        assert result.step_id == self._last_step_id, (result.step_id, self._last_step_id)
-        plan, self._executing = self._executing, None
-        self._acknowledged_step = result.step_id
+        step_id, plan = self._executing.popleft()
+        assert result.step_id == step_id, (result.step_id, step_id)
+        self._acknowledged_step = step_id
         self._take_step(plan, result)
 
     def take_retained(self, retained: ops.RetainedStep) -> None:
@@ -97,17 +111,21 @@ class Stepper:
         return self._commands
 
     def _advance(self) -> None:
-        """One batch at a time."""
-        if self.outbox.in_flight:
+        if self._plan is not None:
+            if not self.outbox.in_flight:
+                self._go_on_with_plan(self._plan)
             return
-        if self._executing is not None:
-            self._send_batch(when_empty=False)
-        elif self._plan is not None:
-            self._go_on_with_plan(self._plan)
-        elif self.outbox.holds(ops.Fork):
-            self._send_batch(when_empty=False)
-        else:
+        if not self._executing:
+            self._draining = False
+        if len(self._executing) < self._max_inflight_steps and not self._draining:
             self._begin_step()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is queued, unless a batch is in flight."""
+        if self.outbox and not self.outbox.in_flight:
+            self._send_batch()
 
     def _groups_in(self, status: GroupStatus) -> list[SequenceGroup]:
         return [group for group in self._groups.values() if group.status is status]
@@ -200,7 +218,12 @@ class Stepper:
         )
         if not plan.rows:
             self._rest(waiting)
-            return
+        elif not (plan.admissions or plan.reserving()):
+            self._execute(plan)
+        elif not self.outbox.in_flight:
+            self._ask_for_blocks(plan)
+
+    def _ask_for_blocks(self, plan: StepPlan) -> None:
         self._plan = plan
         self._queue_reserve(plan.reserving())
         for admission in plan.admissions:
@@ -212,8 +235,8 @@ class Stepper:
 
     def _rest(self, waiting: list[SequenceGroup]) -> None:
         """Nothing can run: flush what is queued, and free what only an acknowledgement holds."""
-        if self.outbox:
-            self._send_batch()
+        if self.outbox.in_flight or self.outbox or self._executing:
+            self._flush()
         elif waiting and self._levels.num_free_blocks == self._num_blocks:
             # The whole pool is free and the first in line still does not fit: it never will.
             self.end_group(
@@ -258,19 +281,22 @@ class Stepper:
         """The step's blocks were asked for: execute it, or make room and ask again."""
         starved = [g for g in self._starved if g.status is GroupStatus.RUNNING]
         self._starved = []
-        if starved and self._levels.num_quarantined_blocks:
-            # Blocks are coming, with the acknowledgement of this step: wait, preempt nobody.
+        if starved and (self._executing or self._levels.num_quarantined_blocks):
+            # Blocks are coming, or others have to wait until room can be made: preempt nobody.
+            self._draining = bool(self._executing)
             plan = plan.without({id(group) for group in starved})
             starved = []
         if not starved:
             self._plan = None
             self._execute(plan)
-            return
-        if self.outbox.holds(ops.Free):
-            # An abort came meanwhile, and its blocks go back with the next batch: ask again
-            # before anybody has to go.
+        elif self.outbox.holds(ops.Free, ops.Fork):
+            # Somebody ended meanwhile, whose blocks go back with the next batch: ask again before
+            # anybody has to go. And children that are yet to be named cannot go with their parent.
             self._ask_again(plan, starved)
-            return
+        else:
+            self._make_room(plan, starved)
+
+    def _make_room(self, plan: StepPlan, starved: list[SequenceGroup]) -> None:
         victim = self._strategies.policy.victim(self._groups_in(GroupStatus.RUNNING))
         if victim.live and self._groups_in(GroupStatus.RUNNING) == [victim]:
             self.end_group(victim, FinishReason.KV_CAPACITY)
@@ -298,28 +324,84 @@ class Stepper:
 
     def _execute(self, plan: StepPlan) -> None:
         step_id = self._last_step_id + 1
-        self._last_step_id = step_id
         step, rows = self.mirror.build_step(step_id, plan, self._strategies.eos_token_ids)
-        if not rows:
+        if rows:
+            self._last_step_id = step_id
+            self._executing.append((step_id, StepPlan(rows, [])))
+            self._commands.append(events.ExecuteStep(step, _links(rows)))
+        elif not self._executing:
             # All of it was aborted meanwhile. Nobody will run this step: it counts as done.
-            self._acknowledged_step = step_id
-            self._advance()
+            self._last_step_id = self._acknowledged_step = step_id
+        else:
+            self._flush()
             return
-        self._executing = StepPlan(rows, [])
-        self._commands.append(events.ExecuteStep(step))
         self._advance()
 
-    def _send_batch(self, *, when_empty: bool = True, prepares_step: bool = False) -> None:
-        if not (self.outbox or when_empty):
-            return
+    def _send_batch(self, *, prepares_step: bool = False) -> None:
+        self._top_up()
         batch = self.outbox.send(
             self._last_step_id + 1, self._acknowledged_step, prepares_step=prepares_step
         )
-        links: tuple[str, ...] = ()
-        if prepares_step and self._plan is not None:
-            traceparents = (row.sequence.group.request.traceparent for row in self._plan.rows)
-            links = tuple(dict.fromkeys(filter(None, traceparents)))
+        links = _links(self._plan.rows) if prepares_step and self._plan is not None else ()
         self._commands.append(events.ApplyBatch(batch, links))
+
+    # ---- lookahead ----
+
+    def _top_up(self) -> None:
+        """Reserve the slots of coming steps, while there are plenty, so that none waits for them.
+
+        Only for sequences that write in blocks of their own: then new blocks come at the end of
+        their tables, and no step in flight or about to be issued is concerned.
+        """
+        asked = {id(row.sequence) for row in self._plan.rows} if self._plan is not None else set()
+        needy = [
+            sequence
+            for group in self._groups_in(GroupStatus.RUNNING)
+            for sequence in group.live
+            if id(sequence) not in asked and self._runs_short(sequence)
+        ]
+        if not needy or self._levels.num_free_blocks < 2 * len(needy) + self._num_running():
+            return
+        slots = [sequence.num_scheduled_tokens + LOOKAHEAD_TOKENS for sequence in needy]
+        self.outbox.add(
+            ops.Reserve(
+                np.array([sequence.sequence_id for sequence in needy], np.uint64),
+                np.array(slots, np.int32),
+                np.ones(len(needy), np.int32),
+            ),
+            lambda result: self._on_topped_up(needy, result),
+        )
+
+    def _num_running(self) -> int:
+        return sum(len(group.live) for group in self._groups_in(GroupStatus.RUNNING))
+
+    @staticmethod
+    def _runs_short(sequence: Sequence) -> bool:
+        """Whether it writes in a block of its own that is nearly full, and will go on after it.
+
+        Before it has forked, or has computed what its siblings wait for, there may be blocks ahead
+        of it that it shares.
+        """
+        group = sequence.group
+        num_prompt_tokens = len(group.request.prompt_token_ids)
+        if not group.forked or sequence.num_computed_tokens < num_prompt_tokens:
+            return False
+        left = sequence.num_writable_slots - sequence.num_scheduled_tokens
+        end = num_prompt_tokens + group.request.params.max_tokens - 1
+        return 0 < left < LOOKAHEAD_TOKENS and sequence.num_writable_slots < end
+
+    def _on_topped_up(self, sequences: list[Sequence], result: ops.OpResult) -> None:
+        assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
+        failed = set(result.failed_groups)
+        for index, sequence in enumerate(sequences):
+            if index not in failed:
+                sequence.num_writable_slots = len(sequence.block_table) * self.block_size
+
+
+def _links(rows: list[Row]) -> tuple[str, ...]:
+    """Trace contexts of the requests that have rows."""
+    traceparents = (row.sequence.group.request.traceparent for row in rows)
+    return tuple(dict.fromkeys(filter(None, traceparents)))
 
 
 def _standing(sequence: Sequence) -> tuple[Sequence, int, float]:

@@ -112,9 +112,7 @@ class WorkerMirror:
             sequence_ids=np.array([row.sequence.sequence_id for row in rows], np.uint64),
             table_versions=np.array([row.sequence.table_version for row in rows], np.uint32),
             num_input_tokens=np.array([row.num_input_tokens for row in rows], np.int32),
-            num_computed_tokens=np.array(
-                [row.sequence.num_computed_tokens for row in rows], np.int32
-            ),
+            num_computed_tokens=np.array([row.start for row in rows], np.int32),
             input_token_ids=np.array([t for row in rows for t in _input(row)], np.int32),
             num_samples=np.array([row.num_samples for row in rows], np.int32),
         )
@@ -122,6 +120,7 @@ class WorkerMirror:
             return step, rows
         for row in rows:
             row.sequence.on_worker = True
+            row.issue()
         # A copy whose owner lost its blocks meanwhile must not be made: somebody else may
         # have the destination by now.
         copies = [c for c in self._copies if self._holds(c[0], c[2])]
@@ -159,8 +158,10 @@ def _runs(sequence: Sequence) -> bool:
 
 
 def _input(row: Row) -> list[int]:
-    start = row.sequence.num_computed_tokens
-    return row.sequence.tokens_between(start, start + row.num_input_tokens)
+    if row.start >= row.sequence.num_tokens:
+        # It is being drawn, by a step before this one, and is at the worker already by then.
+        return [ops.DRAWN_LAST]
+    return row.sequence.tokens_between(row.start, row.start + row.num_input_tokens)
 
 
 def _start(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> ops.SequenceStart:

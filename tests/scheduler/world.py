@@ -4,6 +4,7 @@ run. Here a test says itself when a batch or a step completes, and who dies in b
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.kvmem_adapter import adopted_of, apply_batch, levels_of, pending_copies_of
@@ -50,7 +51,12 @@ class World:
     """One machine, one memory core, one worker; batches and steps complete when told."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int = 4, config: SchedulerConfig | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        config: SchedulerConfig | None = None,
+        max_inflight_steps: int = 2,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.config = config or SchedulerConfig(max_waiting=100)
@@ -58,8 +64,11 @@ class World:
         self.detached: set[str] = set()
         self.adopted: list[str] = []
         self.batch: ops.Batch | None = None
-        self.step: ops.Step | None = None
-        self.retained: ops.RetainedStep | None = None
+        self.max_inflight_steps = max_inflight_steps
+        # At the worker, oldest first, and the results of those executed that nobody has heard of.
+        self.steps: deque[ops.Step] = deque()
+        self.results: deque[ops.StepResult] = deque()
+        self.retained: deque[ops.RetainedStep] = deque(maxlen=max_inflight_steps)
         self.num_batches = self.num_steps = 0
         self.preemptions = 0
         self.now_s = 0.0
@@ -79,7 +88,7 @@ class World:
         """Another worker, whose KV is empty."""
         self.num_lives["worker"] += 1
         self.worker = TagWorker(self.block_size)
-        self.retained = None
+        self.retained.clear()
 
     def new_kvmem(self) -> None:
         """A memory service that has lost everything."""
@@ -95,13 +104,18 @@ class World:
     def disconnect(self) -> None:
         """The scheduler loses a peer; what was under way to it is lost with it."""
         self._handle(events.Disconnected())
-        self.batch = self.step = None
+        self._lose_what_was_sent()
 
     def kill_scheduler(self) -> None:
         """Another one takes over, and every caller goes on there."""
-        self.batch = self.step = None
+        self._lose_what_was_sent()
         self.new_machine()
         self.connect()
+
+    def _lose_what_was_sent(self) -> None:
+        self.batch = None
+        self.steps.clear()
+        self.results.clear()
 
     def connect(self) -> None:
         """Take over: session, worker, pool, records."""
@@ -131,14 +145,15 @@ class World:
                 levels_of(self.memory.levels()),
                 tuple(adopted_of(record, requests[record.request_id]) for record in records),
                 pending_copies_of(confirmed),
-                (self.retained,) if self.retained is not None and self.retained_is_ours else (),
+                tuple(self.retained) if self.retained_is_ours else (),
+                self.max_inflight_steps,
             )
         )
 
     @property
     def retained_is_ours(self) -> bool:
         """Whether the worker's last step was executed for this life of the memory service."""
-        return self.retained is not None and self._retained_for == self.num_lives["kvmem"]
+        return bool(self.retained) and self._retained_for == self.num_lives["kvmem"]
 
     # ---- callers ----
 
@@ -200,33 +215,41 @@ class World:
         self.batch = None
         self._handle(events.BatchApplied(result))
 
-    def execute_step(self) -> ops.StepResult:
-        """The worker executes the step in flight; nobody has heard of it yet."""
-        assert self.step is not None
-        step = self.step
+    @property
+    def step(self) -> ops.Step | None:
+        """The oldest one at the worker that is not executed yet."""
+        return self.steps[0] if self.steps else None
+
+    def execute_step(self) -> None:
+        """The worker executes the next step; nobody has heard of it yet."""
+        step = self.steps.popleft()
         self.num_steps += 1
         result = self.worker.execute(step)
+        if self.retained and not self.retained_is_ours:
+            self.retained.clear()
         self._retained_for = self.num_lives["kvmem"]
-        self.retained = ops.RetainedStep(
-            result,
-            step.sequence_ids,
-            step.num_input_tokens,
-            step.num_computed_tokens,
-            step.num_samples,
+        self.retained.append(
+            ops.RetainedStep(
+                result,
+                step.sequence_ids,
+                step.num_input_tokens,
+                step.num_computed_tokens,
+                step.num_samples,
+            )
         )
-        return result
+        self.results.append(result)
 
     def finish_step(self) -> None:
-        result = self.execute_step()
-        self.step = None
-        self._handle(events.StepExecuted(result))
+        if not self.results:
+            self.execute_step()
+        self._handle(events.StepExecuted(self.results.popleft()))
 
     def run(self, limit: int = 20_000) -> None:
         """Let everything finish, every caller taking what it gets."""
         for _ in range(limit):
             if self.batch is not None:
                 self.finish_batch()
-            elif self.step is not None:
+            elif self.steps or self.results:
                 self.finish_step()
             else:
                 return
@@ -259,8 +282,9 @@ class World:
                     assert self.batch is None, "two batches in flight"
                     self.batch = batch
                 case events.ExecuteStep(step):
-                    assert self.step is None, "two steps in flight"
-                    self.step = step
+                    self.steps.append(step)
+                    num_inflight = len(self.steps) + len(self.results)
+                    assert num_inflight <= self.max_inflight_steps, "too many steps in flight"
                 case events.Accepted(request_id):
                     self.callers[request_id].accepted = True
                 case events.Adopted(request_id):
