@@ -86,6 +86,21 @@ def test_the_reply_window_is_in_it(drawn: list[Command]) -> None:
         assert pack_state(again) == pack_state(history.memory)
 
 
+def test_copies_that_a_former_epoch_never_made_are_in_it() -> None:
+    history, _ = run([("family", 3, 0, 1), ("takeover", 0, 0, 0)])
+    memory = history.memory
+    assert memory.pending_copies()
+    again = unpack_state(pack_state(memory))
+    assert again.pending_copies() == memory.pending_copies()
+    for one in (memory, again):
+        one.commit(m.GrantSession("next"))
+    confirm = m.ConfirmPool(memory.ledger.worker_boot_id, GEOMETRY, memory.last_step_id)
+    history.commit_mutation(confirm)
+    again.commit(confirm)
+    assert again.pending_copies() == memory.pending_copies() == ()
+    assert pack_state(again) == pack_state(memory)
+
+
 def test_a_memory_without_a_pool() -> None:
     memory = new_memory()
     memory.commit(m.GrantSession("a", "b"))
