@@ -17,7 +17,7 @@ from scheduler_svc.callers import Callers
 from scheduler_svc.core import events
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import ModelLimits
-from scheduler_svc.core.sequence import GroupStatus, Request
+from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import TextStream
 from scheduler_svc.mailbox import Mailbox
 from scheduler_svc.ports import (
@@ -116,7 +116,7 @@ class Engine:
         if self._draining:
             raise ServiceError("DRAINING", "the scheduler is shutting down", retry_after_ms=1000)
         request_id = request.request_id
-        existing = self._existing(machine, request_id)
+        existing = machine.request_of(request_id)
         if existing is None:
             mailbox = self._callers.attach(request)
             self._handle(machine, events.RequestArrived(request, received))
@@ -124,23 +124,15 @@ class Engine:
         if not _is_same_caller(existing, request):
             raise ServiceError("REQUEST_EXISTS", f"a live request has the id {request_id!r}")
         mailbox = self._callers.attach(existing)
-        if machine.is_live(request_id):
-            self._handle(machine, events.Attached(request_id, received))
+        self._handle(machine, events.Attached(request_id, received))
         log.info("attached again", request_id=request_id)
         return mailbox
-
-    def _existing(self, machine: Machine, request_id: str) -> Request | None:
-        """The live request of this id, also when its record is yet to be entered."""
-        if machine.is_live(request_id):
-            return machine.groups[request_id].request
-        mailbox = self._callers.get(request_id)
-        return None if mailbox is None else mailbox.request
 
     def abort(self, request_id: str, secret_digest: bytes = b"") -> bool:
         """Stop a request within one step. False when no such request is live, or it is another
         caller's than the one with this secret."""
         machine = self.machine
-        existing = self._existing(machine, request_id)
+        existing = machine.request_of(request_id)
         if existing is None:
             return False
         if secret_digest and existing.attach_secret_digest != secret_digest:
@@ -171,10 +163,10 @@ class Engine:
 
     def _on_caller_gone(self, request_id: str, last: bool) -> None:
         machine = self._machine
-        if machine is None or not machine.is_live(request_id):
+        request = machine.request_of(request_id) if machine is not None else None
+        if machine is None or request is None:
             return
-        group = machine.groups[request_id]
-        if group.status is GroupStatus.FINISHED and group.request.detach_ttl_ms and not last:
+        if machine.has_ended(request_id) and request.detach_ttl_ms and not last:
             # It costs no blocks any more.
             self._callers.wait_for(request_id, int(self._patience.result_s * 1000), last=True)
             return
@@ -294,10 +286,10 @@ class Engine:
         told = ServiceError(reason, error.message, retry_after_ms=1000)
         machine = self._machine
         for request_id in self._callers.fail_all(told):
-            if machine is not None and machine.is_live(request_id):
+            request = machine.request_of(request_id) if machine is not None else None
+            if machine is not None and request is not None:
                 self._handle(machine, events.Detached(request_id))
-                ttl_ms = machine.groups[request_id].request.detach_ttl_ms
-                self._callers.wait_for(request_id, ttl_ms)
+                self._callers.wait_for(request_id, request.detach_ttl_ms)
 
     def _stop_losing_patience(self) -> None:
         if self._losing_patience is not None:

@@ -109,9 +109,27 @@ class Machine:
         """Nothing is running, waiting or under way."""
         return not self.groups and (self._stepper is None or self._stepper.idle)
 
+    def request_of(self, request_id: str) -> Request | None:
+        """The request a caller may attach to, also one that is yet to be entered."""
+        waiting = self._waiting_arrival(request_id)
+        if waiting is not None:
+            return waiting.request
+        if request_id in self.groups and not self._is_unwanted(request_id):
+            return self.groups[request_id].request
+        return None
+
     def is_live(self, request_id: str) -> bool:
-        """Whether a caller may attach to the request."""
-        return request_id in self.groups and not self._is_unwanted(request_id)
+        """Whether there is a request that a caller may attach to."""
+        return self.request_of(request_id) is not None
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether all there will be of the request a caller may attach to is there."""
+        group = self.groups.get(request_id)
+        return (
+            group is not None
+            and group.request is self.request_of(request_id)
+            and group.status is GroupStatus.FINISHED
+        )
 
     # ---- connections ----
 
@@ -159,7 +177,8 @@ class Machine:
         if former is not None:
             group.take_times(former)
         if request_id not in self._recipients:
-            self._commands.append(events.Adopted(request_id))
+            if not self._is_unwanted(request_id):
+                self._commands.append(events.Adopted(request_id))
         elif former is not None and former.status is GroupStatus.ARRIVING:
             self._accept(request_id)
         self._note(group)
@@ -192,6 +211,11 @@ class Machine:
             self._enter(event, self._stepper)
 
     def _on_attached(self, event: events.Attached) -> None:
+        waiting = self._waiting_arrival(event.request_id)
+        if waiting is not None:
+            self._deferred.remove(waiting)
+            self._deferred.append(events.RequestArrived(waiting.request, event.received))
+            return
         group = self.groups[event.request_id]
         self._recipients.attach(event.request_id, event.received)
         if group.status is not GroupStatus.ARRIVING:
@@ -200,17 +224,19 @@ class Machine:
 
     def _on_abort_requested(self, event: events.AbortRequested) -> None:
         self._recipients.detach(event.request_id)
-        waiting = [
-            other
-            for other in self._deferred
-            if isinstance(other, events.RequestArrived)
-            and other.request.request_id == event.request_id
-        ]
-        if waiting:
+        waiting = self._waiting_arrival(event.request_id)
+        if waiting is not None:
             # It has not entered yet, and never will. Its predecessor's abort stands.
-            self._deferred.remove(waiting[-1])
+            self._deferred.remove(waiting)
         else:
             self._deferred.append(event)
+
+    def _waiting_arrival(self, request_id: str) -> events.RequestArrived | None:
+        """The arrival that waits for the abort of a predecessor of the same name: one at most."""
+        for event in self._deferred:
+            if isinstance(event, events.RequestArrived) and event.request.request_id == request_id:
+                return event
+        return None
 
     def _enter(self, event: events.RequestArrived, stepper: Stepper) -> None:
         request = event.request

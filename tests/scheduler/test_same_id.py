@@ -46,3 +46,28 @@ def test_a_refusal_of_an_aborted_request_is_not_told_to_the_next_of_its_name() -
     world.memory.manager.apply([kv.Free([arrived.value.sequence_id]), kv.Confirm("a")])
     world.run()
     assert not again.rejected
+
+
+def test_a_caller_comes_back_to_a_request_that_waits_for_its_predecessor_to_go() -> None:
+    """It is the one that is attached to, whatever its predecessor of the same name is: it must not
+    be taken for nobody's, nor for the predecessor, and it enters once."""
+    world = World(num_blocks=20)
+    world.arrive("a", [1, 2, 3], max_tokens=8, ignore_eos=True)
+    while world.step is None:
+        world.finish_batch()
+    world.arrive("other", [1, 2], max_tokens=2)  # A batch is in flight: aborts wait for it.
+    assert world.batch is not None
+    world.abort("a")
+    assert not world.machine.is_live("a")
+    again = world.arrive("a", [4, 5], max_tokens=2, seed=1)
+    assert world.machine.request_of("a") is again.request
+    world.detach("a")
+    assert world.machine.is_live("a")
+    assert not world.machine.has_ended("a")
+    world.come_back("a")
+    assert world.machine.request_of("a") is again.request
+    world.run()
+    assert not again.rejected
+    world.assert_right(again)
+    assert world.machine.request_of("a") is None
+    world.assert_empty()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmem_svc.core.mutations import CloseSession, Expire
 from scheduler_svc.core.machine import SchedulerConfig
 from tests.scheduler.world import World
 
@@ -193,6 +194,35 @@ def test_a_confirmation_that_was_lost_is_sent_again(num_events: int) -> None:
     while not any(caller.done for caller in world.callers.values()):
         advance(world, 1)
     broken_connections(world)
+    check(world)
+
+
+def test_blocks_held_for_a_step_that_nobody_will_run_come_back() -> None:
+    """The memory service expires what nobody came for, and holds the blocks for the step that the
+    last holder was preparing. They are most of the pool: without them nothing runs, and no step
+    is ever acknowledged."""
+    world = World(num_blocks=6)
+    world.arrive("a", list(range(1, 16)), max_tokens=8, ignore_eos=True)
+    while world.step is None:
+        advance(world, 1)
+    world.disconnect()
+    world.memory.commit(CloseSession())
+    world.memory.commit(Expire(("a",)))
+    world.connect()
+    assert world.memory.levels().num_quarantined_blocks
+    check(world)
+
+
+def test_a_request_aborted_while_nobody_was_connected_is_not_announced() -> None:
+    world = World(num_blocks=60)
+    some_requests(world)
+    advance(world, 12)
+    world.disconnect()
+    world.abort("three")
+    world.connect()
+    assert "three" not in world.adopted
+    world.run()
+    del world.callers["three"]
     check(world)
 
 
