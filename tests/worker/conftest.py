@@ -7,6 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+from model_worker.threads import place_threads
+
+# Before torch is loaded: its threads, left alone, spin on cores that other processes need.
+place_threads()
+
 import torch
 
 from tests.worker.stage import Stage, run_on_stage
