@@ -1,155 +1,225 @@
-"""The callers: each sends its request, reads its stream, and may leave early or come back."""
+"""The callers: each sends its request, reads its stream, and may leave early or come back.
+
+Most of them keep a secret, as the client SDK does: however often its stream breaks, such a caller
+goes on with what it has, and whatever dies, its request ends complete. Those without one have a
+stream that may break, and nothing to come back to.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
 
-from scheduler_svc.core.sequence import Request
 from simulator.checkers import StreamCheck
 from simulator.clock import MS, SECOND
-from simulator.messages import Accepted, Output
-from simulator.network import UNAVAILABLE, Call, End
+from simulator.messages import Abort, Accepted, Attachment, Output
+from simulator.network import UNAVAILABLE, Call, End, Reason
 from simulator.process import Process, Surroundings
 from simulator.scheduler_shell import SchedulerShell
 from simulator.worker import Violation, expect
 from simulator.workload import Script
 
-# A caller may end with these, and may try again.
-TRANSIENT = frozenset(
-    ("NOT_READY", "QUEUE_FULL", "REQUEST_EXISTS", "WORKER_LOST", "KVMEM_LOST", UNAVAILABLE)
-)
 # These say that somebody died, or that a connection broke.
 DEATHS = frozenset(("WORKER_LOST", "KVMEM_LOST", UNAVAILABLE))
+# The request was not entered, and may be elsewhere or later.
+CLOSED_DOORS = frozenset(("NOT_READY", "NOT_LEADER"))
+# Refusals that are final for a new request, and temporary for one that was accepted before.
+OVERLOAD = frozenset(("QUEUE_FULL",))
 # These say that the request is wrong; the shell checks before it asks.
 MISTAKES = frozenset(("PROMPT_EXCEEDS_POOL", "PROMPT_TOO_LONG", "INVALID_PARAMETER"))
 
 ABORT_DEADLINE_US = 5 * SECOND
+# As in `octavo._reconnect`.
+FIRST_BACKOFF_US = 50 * MS
+MAX_BACKOFF_US = SECOND
 
 
 @dataclass(eq=False)
-class Attempt:
-    """One stream of one caller. `end`: "", while it runs; "complete", "left", or a reason."""
+class Asking:
+    """One request of one caller, over all its streams. `end`: "", while it goes on; "complete",
+    "left", or the reason it was refused for."""
 
     check: StreamCheck
-    stream: End
+    secret: bytes
+    stream: End | None = None
+    num_streams: int = 0
     num_messages: int = 0
+    # Since the last progress.
+    num_failures: int = 0
+    followed: bool = False
+    aborted: bool = False
     end: str = ""
 
 
 class Caller:
-    """Plays one script. At most one attempt is under way."""
+    """Plays one script. At most one request, and one stream of it, is under way."""
 
-    def __init__(self, script: Script, callers: Callers) -> None:
+    def __init__(self, script: Script, callers: Callers, number: int) -> None:
         self.script = script
-        self.attempts: list[Attempt] = []
+        self.askings: list[Asking] = []
         self.done = False
         self._callers = callers
+        self._number = number
+        self._num_left = 0
 
     @property
     def name(self) -> str:
         return self.script.message.request_id
 
+    # ---- asking ----
+
     def begin(self) -> None:
-        """Send the request to one of the schedulers."""
+        """Ask, under the same id as before but as somebody else."""
         script, callers = self.script, self._callers
-        message = script.message
-        scheduler = callers.choose_scheduler()
-        if self._num_heard():
+        if self.askings:
             callers.world.marks.hit("same id again")
-        request = Request(message.request_id, message.prompt_token_ids, message.params)
-        stream = callers.network.open_stream(callers, scheduler, "Generate")
-        check = StreamCheck(request, callers.world.checks.solo_runs, self.name)
-        attempt = Attempt(check, stream)
-        self.attempts.append(attempt)
-        stream.on_message = partial(self._on_message, attempt)
-        stream.on_end = partial(self._on_end, attempt)
+        secret = f"{self._number}.{len(self.askings)}".encode() if script.attaches else b""
+        check = StreamCheck(script.request(), callers.world.checks.solo_runs, self.name)
+        asking = Asking(check, secret)
+        self.askings.append(asking)
+        self._open_stream(asking)
+        if self._may_leave() and script.leaves_after_us is not None:
+            callers.after(script.leaves_after_us, partial(self._leave, asking))
+
+    def _open_stream(self, asking: Asking, address: str = "") -> None:
+        if asking.end:
+            return
+        script, callers = self.script, self._callers
+        scheduler = callers.choose_scheduler(address)
+        stream = asking.stream = callers.network.open_stream(callers, scheduler, "Generate")
+        asking.num_streams += 1
+        asking.check.on_stream()
+        stream.on_message = partial(self._on_message, asking, stream)
+        stream.on_end = partial(self._on_end, asking, stream)
+        message = script.message
+        if asking.secret:
+            attachment = Attachment(asking.secret, script.detach_ttl_ms, asking.check.received())
+            message = replace(message, attachment=attachment)
         params = message.params
         callers.note(
             f"{self.name} asks {scheduler.name}: {len(message.prompt_token_ids)} tokens,"
-            f" n {params.n}, max_tokens {params.max_tokens}"
+            f" n {params.n}, max_tokens {params.max_tokens}; has {asking.check.num_tokens}"
         )
         stream.send(message)
-        if script.leaves and self._num_heard() < script.num_leaves:
-            if script.leaves_after_messages == 0:
-                self._leave(attempt, scheduler)
-            elif script.leaves_after_us is not None:
-                callers.after(script.leaves_after_us, partial(self._leave, attempt, scheduler))
+        if self._may_leave() and script.leaves_after_messages == asking.num_messages == 0:
+            self._leave(asking)
 
-    def _num_heard(self) -> int:
-        """Attempts that ended and were more than a knock at a closed door."""
-        return sum(attempt.end not in ("", "NOT_READY") for attempt in self.attempts)
+    # ---- hearing ----
 
-    def _on_message(self, attempt: Attempt, message: Accepted | Output) -> None:
-        attempt.num_messages += 1
+    def _on_message(self, asking: Asking, stream: End, message: Accepted | Output) -> None:
+        if asking.end or asking.stream is not stream:
+            return
+        asking.num_messages += 1
         if isinstance(message, Accepted):
-            attempt.check.on_accepted()
+            asking.check.on_accepted()
         else:
+            asking.num_failures, asking.followed = 0, False
             for delta in message.deltas:
-                attempt.check.on_delta(delta)
+                asking.check.on_delta(delta)
             if message.last:
-                attempt.check.on_last()
-                self._finish(attempt, "complete")
+                asking.check.on_last()
+                self._callers.world.marks.hit("completed over a death", asking.num_streams > 1)
+                self._finish(asking, "complete")
                 return
-        script = self.script
-        enough = attempt.num_messages == script.leaves_after_messages
-        if enough and self._num_heard() < script.num_leaves:
-            self._leave(attempt, None)
+        if self._may_leave() and asking.num_messages == self.script.leaves_after_messages:
+            self._leave(asking)
 
-    def _leave(self, attempt: Attempt, scheduler: SchedulerShell | None) -> None:
-        if attempt.end:
+    def _on_end(self, asking: Asking, stream: End, reason: str) -> None:
+        if asking.end or asking.stream is not stream:
             return
-        callers, how = self._callers, self.script.leaves
-        callers.note(f"{self.name} gives up ({how}) after {attempt.num_messages} messages")
-        if how == "abort" and scheduler is not None:
-            # The stream then ends with UNKNOWN_REQUEST; where the call is lost, it goes on.
-            call = Call(callers, scheduler, "Abort", self.name, _ignore, _ignore)
-            callers.network.call(call, ABORT_DEADLINE_US)
-            return
-        if how == "vanish":
-            callers.world.marks.hit("caller vanished")
-            attempt.stream.vanish()
+        asking.stream = None
+        self._check_reason(asking, reason)
+        if asking.aborted:
+            self._finish(asking, "left")
+        elif self._is_passing(asking, reason):
+            self._try_again(asking, reason)
         else:
-            attempt.stream.close("CANCELLED")
-        self._finish(attempt, "left")
+            self._finish(asking, str(reason))
 
-    def _on_end(self, attempt: Attempt, reason: str) -> None:
-        if not attempt.end:
-            self._check_reason(attempt, reason)
-            self._finish(attempt, reason)
+    @staticmethod
+    def _is_passing(asking: Asking, reason: str) -> bool:
+        """Whether the SDK tries again; and those who knock at a door that is still closed."""
+        if reason in CLOSED_DOORS:
+            return bool(asking.secret) or not asking.check.ever_accepted
+        accepted = asking.check.ever_accepted
+        return bool(asking.secret) and (reason in DEATHS or (accepted and reason in OVERLOAD))
 
-    def _check_reason(self, attempt: Attempt, reason: str) -> None:
+    def _try_again(self, asking: Asking, reason: str) -> None:
+        address = reason.holder_address if isinstance(reason, Reason) else ""
+        callers, draw = self._callers, self._callers.world.draw
+        if address and not asking.followed:
+            asking.followed = True
+            callers.world.marks.hit("followed to the leader")
+            callers.after(0, partial(self._open_stream, asking, address))
+            return
+        backoff_us = min(MAX_BACKOFF_US, FIRST_BACKOFF_US * 2 ** min(asking.num_failures, 8))
+        asking.num_failures += 1
+        callers.after(
+            draw.randint(backoff_us // 2, backoff_us), partial(self._open_stream, asking, address)
+        )
+
+    def _check_reason(self, asking: Asking, reason: str) -> None:
         marks = self._callers.world.marks
+        accepted = asking.check.ever_accepted
         if reason in DEATHS:
             expect(not self._callers.calm, "errors are true", f"{self.name}: {reason}, nobody died")
-        if reason == "UNKNOWN_REQUEST":
-            aborted = self.script.leaves == "abort"
-            expect(aborted, "errors are true", f"{self.name}: {reason}, nobody aborted it")
+            marks.hit("stream broke under its caller", asking.check.accepted)
+            marks.hit("request lost with its stream", accepted and not asking.secret)
+        elif reason == "UNKNOWN_REQUEST":
+            expect(asking.aborted, "errors are true", f"{self.name}: {reason}, nobody aborted it")
         elif reason in MISTAKES:
-            expect(not attempt.check.accepted, "errors are true", f"{self.name}: {reason} too late")
-            if reason == "PROMPT_EXCEEDS_POOL":
-                marks.hit("prompt exceeds pool")
-        elif reason not in TRANSIENT:
-            raise Violation("errors are true", f"{self.name} ended with {reason}")
-        if reason == "QUEUE_FULL":
+            fits = len(self.script.message.prompt_token_ids) <= self._callers.pool_tokens()
+            too_late = accepted and (fits or reason != "PROMPT_EXCEEDS_POOL")
+            expect(not too_late, "errors are true", f"{self.name}: {reason} too late")
+            marks.hit("prompt exceeds pool", reason == "PROMPT_EXCEEDS_POOL")
+        elif reason == "REQUEST_EXISTS":
+            known = not asking.secret or self.script.has_twin or len(self.askings) > 1
+            expect(known, "errors are true", f"{self.name}: {reason}, it is its own")
+        elif reason in OVERLOAD:
             marks.hit("queue full")
-        elif reason in ("WORKER_LOST", "KVMEM_LOST"):
-            marks.hit(f"request ended with {reason}")
-        elif reason == UNAVAILABLE and attempt.check.accepted:
-            marks.hit("request lost with its scheduler")
+        elif reason not in CLOSED_DOORS:
+            raise Violation("errors are true", f"{self.name} ended with {reason}")
 
-    def _finish(self, attempt: Attempt, end: str) -> None:
-        attempt.end = end
-        callers, script = self._callers, self.script
-        callers.note(f"{self.name} ends: {end}, {attempt.check.num_tokens} tokens")
-        draw = callers.world.draw
-        if end == "NOT_READY":
-            callers.after(draw.randint(10 * MS, 500 * MS), self.begin)
+    # ---- leaving ----
+
+    def _may_leave(self) -> bool:
+        return bool(self.script.leaves) and self._num_left < self.script.num_leaves
+
+    def _leave(self, asking: Asking) -> None:
+        if asking.end or asking.aborted or asking.stream is None:
             return
-        callers.num_requests += attempt.check.accepted
-        again = end in TRANSIENT or end in ("left", "UNKNOWN_REQUEST")
-        if again and script.comes_back and self._num_heard() < script.max_attempts:
+        callers, how = self._callers, self.script.leaves
+        callers.note(f"{self.name} gives up ({how}) after {asking.num_messages} messages")
+        self._num_left += 1
+        if how == "abort":
+            # The stream then ends with UNKNOWN_REQUEST; where the calls are lost, it goes on.
+            asking.aborted = True
+            callers.abort_everywhere(Abort(self.name, asking.secret))
+            return
+        stream, asking.stream = asking.stream, None
+        if how == "vanish":
+            callers.world.marks.hit("caller vanished")
+            stream.vanish()
+        else:
+            stream.close("CANCELLED")
+        if how == "cancel" and asking.secret:
+            callers.abort_everywhere(Abort(self.name, asking.secret))
+        if asking.secret and how in ("vanish", "detach") and self.script.comes_back:
+            delay_us = callers.world.draw.randint(0, self.script.returns_within_us)
+            callers.after(delay_us, partial(self._open_stream, asking))
+        else:
+            self._finish(asking, "left")
+
+    def _finish(self, asking: Asking, end: str) -> None:
+        asking.end = end
+        asking.stream = None
+        callers, script = self._callers, self.script
+        callers.note(f"{self.name} ends: {end}, {asking.check.num_tokens} tokens")
+        callers.num_requests += asking.check.ever_accepted
+        again = end != "complete" and end not in MISTAKES
+        if again and script.comes_back and len(self.askings) < script.max_attempts:
             most_us = script.returns_within_us
+            draw = callers.world.draw
             callers.after(draw.choice([0, min(MS, most_us), draw.randint(0, most_us)]), self.begin)
         else:
             self.done = True
@@ -172,16 +242,32 @@ class Callers(Process):
         self.num_requests = 0
         self._schedulers = schedulers
 
-    def choose_scheduler(self) -> SchedulerShell:
-        """Mostly one that serves: a load balancer with stale knowledge."""
+    def choose_scheduler(self, address: str = "") -> SchedulerShell:
+        """The one at the address; else mostly one that serves: a load balancer with stale
+        knowledge."""
         draw = self.world.draw
+        for scheduler in self._schedulers:
+            if scheduler.name == address:
+                return scheduler
         serving = [scheduler for scheduler in self._schedulers if scheduler.serving]
-        if serving and draw.random() < 0.9:
+        if serving and draw.random() < 0.8:
             return draw.choice(serving)
         return draw.choice(self._schedulers)
 
+    def abort_everywhere(self, message: Abort) -> None:
+        """Whoever has the request is among them."""
+        for scheduler in self._schedulers:
+            call = Call(self, scheduler, "Abort", message, _ignore, _ignore)
+            self.network.call(call, ABORT_DEADLINE_US)
+
+    def pool_tokens(self) -> int:
+        """Of the smallest pool that somebody serves with."""
+        infos = [s.worker_info for s in self._schedulers if s.worker_info is not None]
+        sizes = [i.geometry.num_blocks * i.geometry.block_size for i in infos]
+        return min(sizes, default=0)
+
     def add(self, script: Script) -> Caller:
-        caller = Caller(script, self)
+        caller = Caller(script, self, len(self.callers))
         self.callers.append(caller)
         self.clock.at(script.at_us, caller.begin)
         return caller

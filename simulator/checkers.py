@@ -10,14 +10,15 @@ from kvmem_svc.core import batch as kv
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import ApplyBatch, Mutation, Reply
 from kvmem_svc.core.sequences import ROW_MASK
 from scheduler_svc.core import events, ops
-from scheduler_svc.core.sequence import Request
+from scheduler_svc.core.sequence import Request, SequenceGroup
 from scheduler_svc.core.stopping import FinishReason
-from simulator.worker import EOS, PrefixTree, expect, solo_run
+from simulator.worker import EOS, PrefixTree, expect, letter_of, logprob_of, solo_run
 
-# Of one life of the memory service, one epoch, one request.
-RecordKey = tuple[str, int, str]
+# Of one life of the memory service's state: request id and arrival number.
+RecordKey = tuple[str, str, int]
 
 
 class SoloRuns:
@@ -47,34 +48,33 @@ class SoloRuns:
 
 
 class CommitLedger:
-    """What the memory service has, batch by batch: nothing may be shown before it is here."""
+    """What the memory service has recorded: nothing may be shown before it is here."""
 
     def __init__(self) -> None:
         # Output tokens by candidate.
-        self._committed: dict[RecordKey, dict[int, list[int]]] = {}
+        self._recorded: dict[RecordKey, dict[int, list[int]]] = {}
 
-    def on_applied(self, memory: KvMemory, batch: ops.Batch, result: ops.BatchResult) -> None:
-        """A batch was carried out, and its answer is not under way yet."""
+    def on_recorded(self, memory: KvMemory, mutation: Mutation, reply: Reply) -> None:
+        """A mutation was carried out and journalled, and its answer is not under way yet."""
         manager = memory.manager
+        if not (isinstance(mutation, ApplyBatch) and isinstance(reply, kv.BatchResult)):
+            return
         assert manager is not None
-        session = memory.ledger.session
-        assert session is not None
-        where = (memory.ledger.kvmem_boot_id, session.epoch)
-        for op, op_result in zip(batch.ops, result.results, strict=True):
-            if op_result.status is not ops.OpStatus.OK:
+        life = memory.ledger.kvmem_boot_id
+        for op, op_result in zip(mutation.batch.ops, reply.results, strict=True):
+            if op_result.status is not kv.OpStatus.OK:
                 continue
-            match op:
-                case ops.Arrive(request):
-                    self._committed[*where, request.request_id] = {}
-                case ops.Commit(sequence_ids):
-                    self._read(where, manager, sequence_ids.tolist())
-                case ops.Fork(sequence_id):
-                    children = op_result.child_sequence_ids
-                    self._read(where, manager, [sequence_id, *children])
+            match op, op_result.value:
+                case kv.Arrive(request_id), kv.Arrived(_, arrival_number):
+                    self._recorded[life, request_id, arrival_number] = {
+                        one.candidate: one.output_token_ids.tolist() for one in op.candidates
+                    }
+                case kv.Commit(sequence_ids), _:
+                    self._read(life, manager, sequence_ids.tolist())
+                case kv.Fork(sequence_id), kv.Forked(child_ids):
+                    self._read(life, manager, [sequence_id, *child_ids])
 
-    def _read(
-        self, where: tuple[str, int], manager: BlockManager, sequence_ids: Iterable[int]
-    ) -> None:
+    def _read(self, life: str, manager: BlockManager, sequence_ids: Iterable[int]) -> None:
         table = manager.sequences
         for sequence_id in sequence_ids:
             finished = table.finished.get(sequence_id)
@@ -88,18 +88,19 @@ class CommitLedger:
                 candidate = int(table.candidate[row])
             else:  # aborted and confirmed in the same batch
                 continue
-            self._committed[*where, request_id][candidate] = tokens.tolist()
+            arrival_number = manager.requests[request_id].arrival_number
+            self._recorded[life, request_id, arrival_number][candidate] = tokens.tolist()
 
     def check_accepted(self, key: RecordKey) -> None:
-        expect(key in self._committed, "accepted once safe", f"kvmem has no record of {key}")
+        expect(key in self._recorded, "accepted once safe", f"kvmem has no record of {key}")
 
     def check_emitted(self, key: RecordKey, candidate: int, emitted: list[int]) -> None:
         """`emitted`: all output tokens of the candidate shown so far."""
-        committed = self._committed.get(key, {}).get(candidate, [])
+        recorded = self._recorded.get(key, {}).get(candidate, [])
         expect(
-            committed[: len(emitted)] == emitted,
+            recorded[: len(emitted)] == emitted,
             "committed before emitted",
-            f"candidate {candidate} of {key}: {emitted} were shown, kvmem has {committed}",
+            f"candidate {candidate} of {key}: {emitted} were shown, kvmem has {recorded}",
         )
 
 
@@ -111,15 +112,27 @@ class Checks:
         self.solo_runs = SoloRuns(self.tree)
         self.commits = CommitLedger()
 
-    def check_capacity_end(self, request: Request, geometry: kv.PoolGeometry) -> None:
-        """Only a request that cannot be served alone may end for want of blocks."""
-        needed = self.solo_runs.num_blocks_needed(request, geometry.block_size)
-        expect(
-            needed > geometry.num_blocks,
-            "capacity ends are true",
-            f"{request.request_id} ended for want of blocks; alone it needs at most {needed} of"
-            f" {geometry.num_blocks}",
-        )
+    def check_capacity_ends(
+        self, batch: ops.Batch, groups: Iterable[SequenceGroup], geometry: kv.PoolGeometry
+    ) -> int:
+        """Only a request that cannot be served alone may end for want of blocks; how many do."""
+        ended: set[int] = set()
+        for op in batch.ops:
+            if isinstance(op, ops.Free) and op.finish_reason is FinishReason.KV_CAPACITY:
+                ended.update(op.sequence_ids)
+        if not ended:
+            return 0
+        for group in groups:
+            if any(sequence.sequence_id in ended for sequence in group.sequences):
+                request = group.request
+                needed = self.solo_runs.num_blocks_needed(request, geometry.block_size)
+                expect(
+                    needed > geometry.num_blocks,
+                    "capacity ends are true",
+                    f"{request.request_id} ended for want of blocks; alone it needs at most"
+                    f" {needed} of {geometry.num_blocks}",
+                )
+        return len(ended)
 
 
 def check_memory(memory: KvMemory) -> None:
@@ -141,9 +154,12 @@ def check_memory(memory: KvMemory) -> None:
 def check_blocks_are_held(
     memory: KvMemory, fence: kv.Fence, step: ops.Step, tables: Iterable[list[int]]
 ) -> None:
-    """While a step of the newest session runs, no block it may touch is free for others."""
+    """While a step runs, no block it may touch is free for others: not for its own session, and
+    for no later one before that has taken the worker over."""
     ledger, manager = memory.ledger, memory.manager
-    if manager is None or ledger.session is None or ledger.fence() != fence:
+    if manager is None or not _is_of_now(memory, fence):
+        return
+    if ledger.mutations_open and fence.epoch != ledger.epoch:
         return
     blocks = np.unique(
         np.concatenate([np.array(table, np.int32) for table in tables] + [step.copy_src])
@@ -155,6 +171,25 @@ def check_blocks_are_held(
         not free.size,
         "no free block in a step",
         f"step {step.step_id} uses {free.tolist()}, which kvmem would hand out again",
+    )
+
+
+def check_not_taken_over(memory: KvMemory, fence: kv.Fence) -> None:
+    """No step runs once a later session may change what it reads and writes."""
+    ledger = memory.ledger
+    expect(
+        not (_is_of_now(memory, fence) and ledger.mutations_open and fence.epoch < ledger.epoch),
+        "nobody runs after a takeover",
+        f"a step of epoch {fence.epoch} runs, and epoch {ledger.epoch} has confirmed the pool",
+    )
+
+
+def _is_of_now(memory: KvMemory, fence: kv.Fence) -> bool:
+    """Whether memory service and worker are those that the fence names."""
+    ledger = memory.ledger
+    return (fence.kvmem_boot_id, fence.worker_boot_id) == (
+        ledger.kvmem_boot_id,
+        ledger.worker_boot_id,
     )
 
 
@@ -178,15 +213,16 @@ class CopyCheck:
         self._sources: set[int] = set()
         self._destinations: set[int] = set()
 
-    def on_applied(self, batch: ops.Batch, result: ops.BatchResult) -> None:
+    def on_applied(self, batch: kv.Batch, result: kv.BatchResult) -> None:
         if batch.step_id != self._step_id or batch.acknowledged_step >= batch.step_id:
             self._step_id = batch.step_id
             self._sources, self._destinations = set(), set()
         given = set(result.deltas.block_ids.tolist())
         for one in result.results:
-            if not one.child_sequence_ids:
-                given.update(block for table in one.tables for block in table.block_ids)
-        sources, destinations = result.copy_src.tolist(), result.copy_dst.tolist()
+            if isinstance(one.value, kv.Admitted):
+                given.update(block for t in one.value.tables for block in t.block_ids.tolist())
+        copies = result.copies
+        sources, destinations = copies.src_block_ids.tolist(), copies.dst_block_ids.tolist()
         twice = given & (self._sources | self._destinations)
         crossing = set(sources) & (self._destinations | set(destinations))
         expect(
@@ -200,13 +236,16 @@ class CopyCheck:
 
 
 class StreamCheck:
-    """One caller's stream: in order, exactly once, and nothing but its solo run."""
+    """One caller's request, over all its streams: in order, exactly once, and nothing but its
+    solo run."""
 
     def __init__(self, request: Request, solo_runs: SoloRuns, name: str) -> None:
         self.request = request
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
-        self.accepted = False
+        # On the stream of now, and on any.
+        self.accepted = self.ever_accepted = False
+        self._logprobs: dict[int, float] = {}
         self._solo_runs = solo_runs
         self._name = name
 
@@ -214,28 +253,54 @@ class StreamCheck:
     def num_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
 
-    @property
-    def num_expected_tokens(self) -> int:
-        params = self.request.params
-        return sum(len(self._solo_runs.of(self.request, i)) for i in range(params.n))
+    def received(self) -> dict[int, events.Received]:
+        """What the caller says it has."""
+        return {
+            index: events.Received(
+                tuple(self.tokens[index]), self.finish.get(index), self._logprobs[index]
+            )
+            for index in self.tokens
+        }
+
+    def on_stream(self) -> None:
+        """Another stream begins."""
+        self.accepted = False
 
     def on_accepted(self) -> None:
         self._expect(not self.accepted, "accepted twice")
-        self.accepted = True
+        self.accepted = self.ever_accepted = True
 
     def on_delta(self, delta: events.CandidateDelta) -> None:
         self._expect(self.accepted, "output before the request was accepted")
         self._expect(delta.index not in self.finish, f"output of {delta.index} after its end")
         got = self.tokens.setdefault(delta.index, [])
+        self._expect(
+            delta.token_offset == len(got),
+            f"candidate {delta.index} has {len(got)} tokens and goes on at {delta.token_offset}",
+        )
         got.extend(delta.token_ids)
         solo = self._solo_runs.of(self.request, delta.index)
         self._expect(
             tuple(got) == solo[: len(got)],
             f"candidate {delta.index} is {got}, its solo run {list(solo)}",
         )
+        self._check_rest(delta)
         if delta.finish_reason is not None:
             self.finish[delta.index] = delta.finish_reason
             self._check_finish(delta, solo)
+
+    def _check_rest(self, delta: events.CandidateDelta) -> None:
+        """What does not follow from the token ids, or is made of them anew after a death."""
+        self._logprobs[delta.index] = delta.cumulative_logprob
+        logprob = sum(map(logprob_of, self.tokens[delta.index]))
+        self._expect(
+            delta.cumulative_logprob == logprob,
+            f"candidate {delta.index} has the log-probability {delta.cumulative_logprob}, not"
+            f" {logprob}",
+        )
+        ends = () if self.request.params.ignore_eos else (EOS,)
+        text = "".join(letter_of(token) for token in delta.token_ids if token not in ends)
+        self._expect(delta.text == text, f"candidate {delta.index} reads {delta.text!r}")
 
     def _check_finish(self, delta: events.CandidateDelta, solo: tuple[int, ...]) -> None:
         got, reason = self.tokens[delta.index], delta.finish_reason

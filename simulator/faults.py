@@ -8,15 +8,24 @@ from random import Random
 
 from simulator.clock import MS, SECOND
 from simulator.knobs import Knobs
+from simulator.kvmem_shell import KvmemShell
 from simulator.network import NO_FAULTS, NetworkFaults, Pair
 from simulator.process import Process, Surroundings
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind`: kill (and start again after the duration), pause, cut, or isolate, which cuts off
-    from memory service and worker. `after`: not at a time, but right after the n-th message of
-    a kind, in the middle of an exchange that is delicate."""
+    """What happens to `targets`. `after`: not at a time, but right after the n-th message of a
+    kind, in the middle of an exchange that is delicate. `kind`:
+
+    kill     all of them die soon, and are started again after about the duration
+    lose     the same, with the journal deleted
+    tear     the memory service dies in the middle of its next record
+    die      ... or right after it, before it answers
+    pause    of one
+    cut      of one from the other
+    isolate  of one from memory service and worker
+    """
 
     kind: str
     targets: tuple[str, ...]
@@ -80,14 +89,14 @@ class FaultPlan:
 
 
 # What is said while a scheduler connects: at first by the one, then by the other.
-CONNECTING = ("GetInfo", "OpenSession", "AttachPool")
+CONNECTING = ("GetInfo", "OpenSession", "Install", "AttachPool", "AdoptSequences")
 
 
 def _draw_moment(draw: Random) -> tuple[str, int]:
     """While connecting, between an admission and its first step, or anywhere in between."""
     return draw.choice(
         [
-            (draw.choice(CONNECTING), draw.randint(1, 3)),
+            (draw.choice(CONNECTING), draw.randint(1, 4)),
             ("ApplyBatch", draw.randint(1, 4)),
             (draw.choice(["ApplyBatch", "Execute"]), draw.randint(1, 80)),
         ]
@@ -98,7 +107,7 @@ def _draw_duration_us(draw: Random, knobs: Knobs, kind: str, after: tuple[str, i
     short_us = draw.randint(1 * MS, 100 * MS)
     # So long that some have given up, and others have not.
     long_us = knobs.keepalive_us + draw.randint(0, knobs.keepalive_us)
-    if kind == "kill":
+    if kind in ("kill", "lose", "tear", "die"):
         if after is not None and after[0] in CONNECTING:
             # Back before anybody looks.
             return draw.choice([draw.randint(50, 500), draw.randint(50, 500), short_us])
@@ -114,6 +123,7 @@ class FaultInjector:
 
     world: Surroundings
     plan: FaultPlan
+    kvmem: KvmemShell
     # By what they are called in a plan.
     processes: dict[str, list[Process]]
     _cuts: list[Pair] = field(default_factory=list)
@@ -134,8 +144,11 @@ class FaultInjector:
         if not self._over:
             chosen = [self._choose(target) for target in fault.targets]
             match fault.kind:
-                case "kill":
-                    self._kill(fault, chosen[0])
+                case "kill" | "lose":
+                    for process in chosen:
+                        self._kill_soon(fault, process)
+                case "tear" | "die":
+                    self._kill_in_write(fault)
                 case "pause":
                     self._pause(fault, chosen[0])
                 case "cut":
@@ -154,21 +167,41 @@ class FaultInjector:
     def _note(self, what: str) -> None:
         self.world.history.note("FAULT", what)
 
-    def _kill(self, fault: Fault, process: Process) -> None:
-        if process.alive:
+    def _kill_soon(self, fault: Fault, process: Process) -> None:
+        """The one for which the fault is planned at once, others around the same time."""
+        draw = self.world.draw
+        delay_us = 0 if len(fault.targets) == 1 else draw.choice([0, 0, draw.randint(0, 60 * MS)])
+        duration_us = fault.duration_us
+        if len(fault.targets) > 1:
+            duration_us = draw.choice([duration_us, draw.randint(1 * MS, 2 * duration_us + MS)])
+        process.clock.after(delay_us, partial(self._kill, fault, process, duration_us))
+
+    def _kill(self, fault: Fault, process: Process, duration_us: int) -> None:
+        if process.alive and not self._over:
             self._note(f"{process.name} is killed")
             process.kill()
-            process.clock.after(fault.duration_us, partial(self._restart, process, fault.targets))
+            if fault.kind == "lose" and process is self.kvmem:
+                self._note("its journal is deleted")
+                self.kvmem.disk.delete()
+            self._restart_after(duration_us, process)
 
-    def _restart(self, process: Process, targets: tuple[str, ...]) -> None:
-        if not process.alive:
-            self.world.marks.hit(f"{targets[0]} restarted")
+    def _kill_in_write(self, fault: Fault) -> None:
+        how = "torn" if fault.kind == "tear" else "written"
+        self._note(f"kvmem will die with a record {how}")
+        self.kvmem.die_in_write(how, partial(self._restart_after, fault.duration_us, self.kvmem))
+
+    def _restart_after(self, duration_us: int, process: Process) -> None:
+        process.clock.after(duration_us, partial(self._restart, process, process.life))
+
+    def _restart(self, process: Process, life: int) -> None:
+        if not process.alive and process.life == life:
+            self.world.marks.hit(f"{process.kind} restarted")
             process.start()
 
     def _pause(self, fault: Fault, process: Process) -> None:
         if process.alive and not process.paused:
             self._note(f"{process.name} is paused for {fault.duration_us / MS:g} ms")
-            self.world.marks.hit(f"{fault.targets[0]} paused")
+            self.world.marks.hit(f"{process.kind} paused")
             process.pause()
             process.clock.after(fault.duration_us, partial(self._resume, process, process.life))
 
@@ -200,6 +233,7 @@ class FaultInjector:
         self._over = True
         self._note("no more faults")
         self.world.network.faults = NO_FAULTS
+        self.kvmem.live_on()
         for pair in list(self._cuts):
             self._heal(pair)
         for processes in self.processes.values():

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from random import Random
 
 from kvmem_svc.core.batch import PoolGeometry
+from kvmem_svc.core.leases import LeaseTimes
+from simulator.clock import MS, SECOND
 from simulator.themes import Theme, draw_theme
 
 
@@ -25,9 +27,13 @@ class Knobs:
     max_num_seqs: int
     max_waiting: int
     num_schedulers: int
-    # Whether a scheduler's shell resumes its session when only the connection broke.
-    resumes_sessions: bool
     keepalive_us: int
+    lease_times: LeaseTimes
+    # How long a scheduler waits for a lost peer before it tells callers, and for the caller of a
+    # request that has ended.
+    recovery_us: int
+    result_us: int
+    detach_ttl_ms: int
     step_duration_us: tuple[int, int]
 
     @staticmethod
@@ -52,8 +58,17 @@ class Knobs:
             max_num_seqs=draw.choice(theme.max_num_seqs),
             max_waiting=draw.choice(theme.max_waiting),
             num_schedulers=draw.choice(theme.num_schedulers),
-            resumes_sessions=draw.random() < theme.resumes_probability,
             keepalive_us=draw.choice(theme.keepalives_us),
+            lease_times=LeaseTimes(
+                lease_ttl_ms=draw.choice([600, 3_000]),
+                resume_grace_ms=draw.choice([100, 500, 500]),
+                recovery_grace_ms=draw.choice([500, 3_000]),
+                orphan_ttl_ms=draw.choice(theme.orphan_ttls_ms),
+                result_ttl_ms=draw.choice([2_000, 30_000]),
+            ),
+            recovery_us=draw.choice([300 * MS, 3 * SECOND, 30 * SECOND]),
+            result_us=draw.choice([500 * MS, 5 * SECOND]),
+            detach_ttl_ms=draw.choice(theme.detach_ttls_ms),
             step_duration_us=draw.choice([(200, 2_000), (500, 8_000), (50, 300)]),
         )
 

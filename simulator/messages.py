@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvmem_svc.core import batch as kv
+from kvmem_svc.core.mutations import PoolConfirmed
+from kvmem_svc.core.views import AdoptedRequest
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.params import SamplingParams
 
@@ -14,6 +17,7 @@ from scheduler_svc.core.params import SamplingParams
 @dataclass(frozen=True)
 class OpenSession:
     holder: str
+    holder_address: str
     resume: kv.Fence | None = None
     last_result_batch_seq: int = 0
 
@@ -23,6 +27,13 @@ class SessionOpened:
     fence: kv.Fence
     next_batch_seq: int
     last_step_id: int
+    lease_ttl_ms: int
+    mutations_open: bool
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The holder is there. Not answered."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +43,33 @@ class ApplyBatch:
 
 
 @dataclass(frozen=True)
+class CloseSession:
+    fence: kv.Fence
+
+
+@dataclass(frozen=True)
 class AttachPool:
     fence: kv.Fence
     worker_boot_id: str
     geometry: kv.PoolGeometry
+    last_executed_step: int
 
 
 @dataclass(frozen=True)
 class PoolAttached:
     fence: kv.Fence
     levels: ops.PoolLevels
+    confirmed: PoolConfirmed
+
+
+@dataclass(frozen=True)
+class AdoptSequences:
+    fence: kv.Fence
+
+
+@dataclass(frozen=True)
+class Adopted:
+    records: tuple[AdoptedRequest, ...]
 
 
 # ---- scheduler and worker ----
@@ -57,6 +85,17 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
+class Install:
+    fence: kv.Fence
+
+
+@dataclass(frozen=True)
+class Installed:
+    last_step_id: int
+    retained: tuple[ops.RetainedStep, ...]
+
+
+@dataclass(frozen=True)
 class Execute:
     fence: kv.Fence
     step: ops.Step
@@ -66,10 +105,26 @@ class Execute:
 
 
 @dataclass(frozen=True)
+class Attachment:
+    """secret empty: nobody can come back."""
+
+    secret: bytes = b""
+    detach_ttl_ms: int = 0
+    received: Mapping[int, events.Received] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Generate:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    attachment: Attachment = Attachment()
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)

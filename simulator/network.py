@@ -24,6 +24,22 @@ DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 Pair = tuple[str, str]
 
 
+def _ignore(_: Any) -> None:
+    """Nobody listens."""
+
+
+class Reason(str):
+    """Why a call was refused or a stream ended: a key of the error table, and what came with it:
+    who has what was asked for, and where to find it."""
+
+    __slots__ = ("holder", "holder_address")
+
+    def __new__(cls, reason: str, *, holder: str = "", holder_address: str = "") -> Reason:
+        made = super().__new__(cls, reason)
+        made.holder, made.holder_address = holder, holder_address
+        return made
+
+
 class Refused(Exception):
     """A call or stream is refused; `reason` is a key of the error table."""
 
@@ -31,6 +47,26 @@ class Refused(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+
+class Later:
+    """An answer to a call that is yet to come."""
+
+    def __init__(self) -> None:
+        self._replies: list[object] = []
+        self._on_answer: Callable[[object], None] | None = None
+
+    def answer(self, reply: object) -> None:
+        self._replies.append(reply)
+        self._pass_on()
+
+    def then(self, on_answer: Callable[[object], None]) -> None:
+        self._on_answer = on_answer
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._replies and self._on_answer is not None:
+            self._on_answer(self._replies.pop())
 
 
 @dataclass(frozen=True)
@@ -45,10 +81,6 @@ class NetworkFaults:
 
 
 NO_FAULTS = NetworkFaults()
-
-
-def _ignore(_: Any) -> None:
-    """Nobody listens."""
 
 
 class End:
@@ -103,8 +135,11 @@ class Call:
     on_error: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self.pair = pair_of(self.client, self.server)
+        self.answered = False
+        # The connection broke before the request arrived.
+        self.lost = False
         self._life = self.client.life
-        self._answered = False
 
     def succeed(self, reply: object) -> None:
         if self._take():
@@ -115,8 +150,8 @@ class Call:
             self.on_error(reason)
 
     def _take(self) -> bool:
-        first = not self._answered and self._life == self.client.life
-        self._answered = True
+        first = not self.answered and self._life == self.client.life
+        self.answered = True
         return first
 
 
@@ -142,6 +177,8 @@ class Network:
         self._marks = marks
         # Client ends of the streams that are open at either end, oldest first.
         self._streams: list[End] = []
+        # Calls that are not answered yet, and a few more.
+        self._calls: list[Call] = []
         self._opening: dict[End, _Accept] = {}
         self._num_cuts: dict[Pair, int] = {}
         # Things to happen right after the n-th message (or call) of a kind.
@@ -251,6 +288,9 @@ class Network:
         """Every stream of the two ends; each side learns it when it has read what arrived."""
         self._marks.hit("connection broken")
         self._history.note("network", f"the connection {pair[0]} - {pair[1]} breaks")
+        for call in self._unanswered(pair):
+            call.lost = self._draw.random() < 0.5
+            self._answer(call, partial(call.fail, UNAVAILABLE))
         for near in self._streams:
             if near.pair == pair:
                 for end in (near, near.peer):
@@ -264,6 +304,9 @@ class Network:
                     end.open = False
                     cutoff_us = self._cut_off(end.peer)
                     self.end_later(end.peer, cutoff_us - self.clock.now_us, UNAVAILABLE)
+        for call in self._calls:
+            if call.server is process:
+                self._answer(call, partial(call.fail, UNAVAILABLE))
 
     def cut(self, pair: Pair) -> None:
         self._num_cuts[pair] = self._num_cuts.get(pair, 0) + 1
@@ -296,6 +339,11 @@ class Network:
                     self.clock.after(
                         jitter_us[end.process.name], partial(self._end_now, end, UNAVAILABLE)
                     )
+        for call in self._unanswered(pair):
+            self.clock.after(
+                jitter_us[call.client.name],
+                partial(call.client.deliver, partial(call.fail, UNAVAILABLE)),
+            )
         self.clock.after(self.keepalive_us, partial(self._give_up_on_cut, pair))
 
     def watch_silence(self, process: Process) -> None:
@@ -312,6 +360,9 @@ class Network:
                     if end.pair not in jitter_us:
                         jitter_us[end.pair] = self._draw.randint(0, self.keepalive_us * 2 // 3)
                     self.clock.after(jitter_us[end.pair], partial(self._give_up_end, end, life))
+        for call in self._calls:
+            if call.server is process:
+                self._answer(call, partial(call.fail, UNAVAILABLE))
         self.watch_silence(process)
 
     def _give_up_end(self, end: End, life: int) -> None:
@@ -321,15 +372,19 @@ class Network:
 
     # ---- unary calls ----
 
+    def _unanswered(self, pair: Pair) -> list[Call]:
+        return [call for call in self._calls if call.pair == pair and not call.answered]
+
     def call(self, call: Call, deadline_us: int) -> None:
         """Exactly one of its `on_reply` and `on_error` is called, at the deadline at the latest."""
         self._count(call.method)
+        self._calls = [other for other in self._calls if not other.answered]
+        self._calls.append(call)
         client, faults = call.client, self.faults
         client.after(deadline_us, partial(call.fail, DEADLINE_EXCEEDED))
         if self._draw.random() < faults.lose_request:
             self._marks.hit("unary request lost")
-            if self._draw.random() < 0.7:
-                client.after(self.delay_us(), partial(call.fail, UNAVAILABLE))
+            self._lose(call)
             return
         self.clock.after(self.delay_us(), partial(self._arrive_call, call))
         if self._draw.random() < faults.call_twice:
@@ -338,26 +393,35 @@ class Network:
                 self.delay_us() + self._draw.randint(0, 50 * MS), partial(self._arrive_call, call)
             )
 
+    def _lose(self, call: Call) -> None:
+        """The client learns at once, or when keepalive finds the connection dead."""
+        at_once = self._draw.random() < 0.7
+        delay_us = self.delay_us() if at_once else self.keepalive_us
+        call.client.after(delay_us, partial(call.fail, UNAVAILABLE))
+
     def _arrive_call(self, call: Call) -> None:
-        pair = pair_of(call.client, call.server)
-        if self._hold(pair, partial(self._arrive_call, call)):
+        if call.lost or self._hold(call.pair, partial(self._arrive_call, call)):
             return
         if call.server.alive:
-            call.server.deliver(partial(self._carry_out, call, call.server.life))
+            call.server.deliver(partial(self._carry_out, call))
         else:
             self._answer(call, partial(call.fail, UNAVAILABLE))
 
-    def _carry_out(self, call: Call, life: int) -> None:
-        assert life == call.server.life
+    def _carry_out(self, call: Call) -> None:
         try:
             reply = call.server.serve(call.method, call.request)
         except Refused as refused:
             self._answer(call, partial(call.fail, refused.reason))
             return
+        if isinstance(reply, Later):
+            reply.then(partial(self._reply, call))
+        else:
+            self._reply(call, reply)
+
+    def _reply(self, call: Call, reply: object) -> None:
         if self._draw.random() < self.faults.lose_reply:
             self._marks.hit("unary reply lost")
-            if self._draw.random() < 0.7:
-                self._answer(call, partial(call.fail, UNAVAILABLE))
+            self._lose(call)
             return
         self._answer(call, partial(call.succeed, reply))
 
@@ -365,6 +429,5 @@ class Network:
         self.clock.after(self.delay_us(), partial(self._arrive_answer, call, action))
 
     def _arrive_answer(self, call: Call, action: Action) -> None:
-        pair = pair_of(call.client, call.server)
-        if not self._hold(pair, partial(self._arrive_answer, call, action)):
+        if not self._hold(call.pair, partial(self._arrive_answer, call, action)):
             call.client.deliver(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,10 @@ class Surroundings:
     history: History
     marks: Marks
     checks: Checks
+
+
+class Died(Exception):
+    """The process was killed in the middle of what it was doing: no line of it runs on."""
 
 
 class Process:
@@ -57,6 +62,11 @@ class Process:
         raise NotImplementedError(method)
 
     @property
+    def kind(self) -> str:
+        """Its name, less the number."""
+        return self.name.split("-")[0]
+
+    @property
     def serving(self) -> bool:
         """Whether its end would be noticed."""
         return self.alive
@@ -80,7 +90,7 @@ class Process:
     def resume(self) -> None:
         self.paused = False
         while self._held and self.alive and not self.paused:
-            self._held.popleft()()
+            self._run(self._held.popleft())
 
     # ---- what it does ----
 
@@ -94,6 +104,11 @@ class Process:
         if self.paused:
             self._held.append(action)
         else:
+            self._run(action)
+
+    @staticmethod
+    def _run(action: Action) -> None:
+        with contextlib.suppress(Died):
             action()
 
     def after(self, delay_us: int, action: Action) -> None:

@@ -1,88 +1,101 @@
-"""The shell of the scheduler: `scheduler_svc.loop`, `ports` and `servicer` without asyncio.
+"""The shell of the scheduler: `scheduler_svc.loop` and `scheduler_svc.servicer` without asyncio.
 
 What they do one after another in coroutines is here one callback after another, under the same
-names. Two things differ. Deliveries are not merged for slow readers. And where a seed says so
-(`Knobs.resumes_sessions`), a session whose connection broke is resumed and the batch in flight sent
-again, which the memory service can do and the real shell does not ask for yet.
+names. Deliveries are not merged for slow readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from benchmarks.kvmem_adapter import adopted_of, pending_copies_of
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import InvalidRequestError, ModelLimits, resolve
-from scheduler_svc.core.sequence import Request
-from scheduler_svc.core.stopping import FinishReason
+from scheduler_svc.core.sequence import GroupStatus, Request
 from simulator.checkers import check_victims
 from simulator.clock import MS, SECOND
-from simulator.connection import Connection, Mailbox
+from simulator.kvmem_link import KvmemLink
+from simulator.mailboxes import Mailbox, Mailboxes
 from simulator.messages import (
-    Accepted,
-    ApplyBatch,
-    AttachPool,
-    Execute,
+    Abort,
+    Adopted,
     Generate,
-    OpenSession,
+    Installed,
     Output,
     PoolAttached,
     SessionOpened,
     WorkerInfo,
 )
-from simulator.network import UNAVAILABLE, Call, End
+from simulator.network import End, Reason, Refused
 from simulator.process import Process, Surroundings
+from simulator.records import adopted_request, digest_of, request_of
 from simulator.scheduler_marks import count_abort, count_batch, count_step
 from simulator.worker import Letters, expect
+from simulator.worker_link import WorkerLink
 
-# As in `scheduler_svc.loop` and `scheduler_svc.ports`.
+# As in `scheduler_svc.loop`.
 RECONNECT_FIRST_US = 50 * MS
 RECONNECT_MOST_US = SECOND
-OPEN_DEADLINE_US = 5 * SECOND
-BATCH_DEADLINE_US = 30 * SECOND
-STEP_DEADLINE_US = 300 * SECOND
-RESUME_PAUSE_US = 50 * MS
-RESUME_FOR_US = SECOND
+STANDBY_POLL_US = 100 * MS
 
 
 class SchedulerShell(Process):
     """One scheduler: a machine, its two peers, and the callers' mailboxes."""
 
     machine: Machine | None
-    mailboxes: dict[str, Mailbox]
+    mailboxes: Mailboxes
     worker_info: WorkerInfo | None
-    _connection: Connection
+    _kvmem: KvmemLink
+    _worker: WorkerLink
+    # Of this process alone, so that no other is taken for it.
+    _holder: str
+    # Where the scheduler is that has the session; None: nobody else has it.
+    _owner_address: str | None
+    _serving: bool
+    _lost: str
     _pause_us: int
+    # Another object, another wait for a lost peer.
+    _losing_patience: object | None
+    _num_copies_planned: int
 
     def __init__(self, name: str, world: Surroundings, kvmem: Process, worker: Process) -> None:
         super().__init__(name, world)
-        self._kvmem, self._worker = kvmem, worker
+        self._peers = kvmem, worker
         knobs = world.knobs
         self._config = SchedulerConfig(
             knobs.max_num_batched_tokens, knobs.max_num_seqs, knobs.max_waiting, knobs.watermark
         )
 
     def boot(self) -> None:
+        kvmem, worker = self._peers
+        self._holder = f"{self.name}/{self.life}"
         self.machine = None
-        self.mailboxes = {}
+        self.mailboxes = Mailboxes(self, self._on_caller_gone)
         self.worker_info = None
-        self._pause_us = RECONNECT_FIRST_US
-        self._connection = Connection(self.clock.now_us)
+        self._kvmem = KvmemLink(self, kvmem, self._holder, self._lose)
+        self._worker = WorkerLink(self, worker, self._lose)
+        self._owner_address = None
+        self._serving = False
+        self._lost = ""
+        self._losing_patience = None
+        self._num_copies_planned = 0
         self.note("starts")
-        self._connect()
+        self._become_owner()
 
     @property
     def serving(self) -> bool:
-        return self.alive and self._connection.serving
+        return self.alive and self._serving
 
     @property
     def at_rest(self) -> bool:
-        """Connected, with nothing to do and nobody to answer."""
+        """Connected, with nothing to do and nobody to answer or to wait for."""
         machine = self.machine
         return self.serving and machine is not None and machine.idle and not self.mailboxes
+
+    def holds(self, session_id: str) -> bool:
+        return self.serving and self._kvmem.fence.session_id == session_id
 
     # ---- for callers: servicer.Generate, Engine.submit, abort, leave ----
 
@@ -91,244 +104,249 @@ class SchedulerShell(Process):
         end.on_message = partial(self._generate, end)
 
     def serve(self, method: str, request: object) -> bool:
-        assert method == "Abort"
-        assert isinstance(request, str)
-        return self._abort(request)
+        assert isinstance(request, Abort), method
+        return self._abort(request.request_id, digest_of(request.secret))
 
-    def _generate(self, end: End, message: Generate) -> None:
-        machine, worker = self.machine, self.worker_info
-        if machine is None or worker is None:
-            end.close("NOT_READY")
-            return
+    def _ready_machine(self) -> Machine:
+        if self._owner_address is not None:
+            raise Refused(Reason("NOT_LEADER", holder_address=self._owner_address))
+        if self.machine is None:
+            raise Refused("NOT_READY")
+        return self.machine
+
+    def _limits(self) -> ModelLimits:
+        machine, worker = self._ready_machine(), self.worker_info
+        assert worker is not None
         geometry = worker.geometry
-        limits = ModelLimits(
+        return ModelLimits(
             geometry.max_model_len,
             worker.vocab_size,
             geometry.num_blocks,
             geometry.block_size,
             machine.config.max_num_seqs,
         )
+
+    def _generate(self, end: End, message: Generate) -> None:
         try:
             params = resolve(
                 message.params,
                 max_tokens=message.params.max_tokens,
                 prompt_token_ids=message.prompt_token_ids,
-                limits=limits,
+                limits=self._limits(),
             )
-        except InvalidRequestError as error:
+            mailbox = self._submit(request_of(message, params), message, end)
+        except (InvalidRequestError, Refused) as error:
             end.close(error.reason)
             return
-        if message.request_id in self.mailboxes:
-            self.world.marks.hit("same id while live")
-            end.close("REQUEST_EXISTS")
-            return
-        request = Request(message.request_id, message.prompt_token_ids, params)
-        mailbox = self.mailboxes[message.request_id] = Mailbox(end, request)
         end.on_end = lambda _: self._leave(message.request_id, mailbox, complete=False)
-        self._handle(events.RequestArrived(request))
 
-    def _abort(self, request_id: str) -> bool:
-        mailbox = self.mailboxes.pop(request_id, None)
-        if mailbox is None:
+    def _submit(self, request: Request, message: Generate, end: End) -> Mailbox:
+        """Enter a request, or attach to it when it is there already. Raises Refused."""
+        machine, marks = self._ready_machine(), self.world.marks
+        request_id, received = request.request_id, message.attachment.received
+        existing = machine.request_of(request_id)
+        if existing is None:
+            mailbox = self.mailboxes.attach(request, end)
+            mailbox.received(dict(received))
+            marks.hit("re-entered by its caller", bool(received))
+            self._handle(events.RequestArrived(request, received))
+            return mailbox
+        if not _is_same_caller(existing, request):
+            marks.hit("same id while live")
+            raise Refused("REQUEST_EXISTS")
+        mailbox = self.mailboxes.attach(existing, end)
+        mailbox.received(dict(received))
+        mailbox.came_late = machine.has_ended(request_id)
+        self._handle(events.Attached(request_id, received))
+        self.note(f"{request_id} is attached again")
+        return mailbox
+
+    def _abort(self, request_id: str, secret_digest: bytes) -> bool:
+        machine = self._ready_machine()
+        existing = machine.request_of(request_id)
+        if existing is None:
             return False
-        mailbox.end.close("UNKNOWN_REQUEST")
+        if secret_digest and existing.attach_secret_digest != secret_digest:
+            return False
+        self.mailboxes.stop_waiting(request_id)
+        self.mailboxes.fail(request_id, "UNKNOWN_REQUEST")
+        self._request_abort(request_id)
+        return True
+
+    def _request_abort(self, request_id: str) -> None:
         assert self.machine is not None
         group = self.machine.groups.get(request_id)
         if group is not None:
-            count_abort(self.world.marks, group, self._connection.step)
+            count_abort(self.world.marks, group, self._worker.step)
         self.note(f"aborts {request_id}")
         self._handle(events.AbortRequested(request_id))
-        return True
 
     def _leave(self, request_id: str, mailbox: Mailbox, *, complete: bool) -> None:
         if self.mailboxes.get(request_id) is not mailbox:
             return
-        if not complete:
-            self._abort(request_id)
-            return
-        del self.mailboxes[request_id]
-        mailbox.end.close("OK")
-        self._handle(events.Delivered(request_id))
+        self.mailboxes.remove(request_id)
+        if complete:
+            self.world.marks.hit("result delivered after its end", mailbox.came_late)
+            self._handle(events.Delivered(request_id))
+        elif mailbox.request.detach_ttl_ms:
+            self.note(f"{request_id} has no caller for now")
+            self._handle(events.Detached(request_id))
+            self.mailboxes.wait_for(request_id, mailbox.request.detach_ttl_ms * MS)
+        else:
+            self._request_abort(request_id)
 
-    # ---- the life of the engine: Engine.run, _connect, KvMemoryPort.open, _disconnect ----
+    def _on_caller_gone(self, request_id: str, last: bool) -> None:
+        machine = self.machine
+        request = machine.request_of(request_id) if machine is not None else None
+        if machine is None or request is None:
+            return
+        if machine.has_ended(request_id) and request.detach_ttl_ms and not last:
+            # It costs no blocks any more.
+            self.mailboxes.wait_for(request_id, self.world.knobs.result_us, last=True)
+            return
+        self.world.marks.hit("detached request expired", bool(request.detach_ttl_ms))
+        self.note(f"nobody came back for {request_id}")
+        self._request_abort(request_id)
+
+    # ---- the life of the engine: Engine.run, _become_owner, _connect, _disconnect ----
+
+    def _become_owner(self) -> None:
+        self._pause_us = RECONNECT_FIRST_US
+        self._connect()
 
     def _connect(self) -> None:
-        former, self._connection = self._connection, Connection(self.clock.now_us)
-        connection = self._connection
-        connection.session = former.session
-        if former.execute is not None:
-            former.execute.close("CANCELLED")
-        self._call(self._worker, "GetInfo", None, self._on_described)
+        """Take over, in the one order that leaves no moment with two writers."""
+        self._worker.describe(self._on_described, self._on_not_connected)
 
-    def _call(
-        self, peer: Process, method: str, request: object, on_reply: Callable[[Any], None]
+    def _on_described(self, worker: WorkerInfo) -> None:
+        self._kvmem.open(worker, partial(self._on_opened, worker), self._on_not_connected)
+
+    def _on_opened(self, worker: WorkerInfo, opened: SessionOpened) -> None:
+        self._lost = ""
+        self._kvmem.watch()
+        then = partial(self._on_installed, worker, opened)
+        self._worker.install(self._kvmem.fence, then, self._on_not_connected)
+
+    def _on_installed(
+        self, worker: WorkerInfo, opened: SessionOpened, installed: Installed
     ) -> None:
-        """A unary call on the way to being connected."""
-        guarded = partial(self._of, self._connection)
-        call = Call(self, peer, method, request, guarded(on_reply), guarded(self._on_not_connected))
-        self.network.call(call, OPEN_DEADLINE_US)
+        then = partial(self._on_attached, worker, opened, installed)
+        self._kvmem.attach(worker, installed.last_step_id, then, self._on_not_connected)
 
-    def _of(self, connection: Connection, action: Callable[..., None]) -> Callable[..., None]:
-        """`action`, unless the connection is over by then."""
+    def _on_attached(
+        self,
+        worker: WorkerInfo,
+        opened: SessionOpened,
+        installed: Installed,
+        attached: PoolAttached,
+    ) -> None:
+        then = partial(self._on_adopted, worker, opened, installed, attached)
+        self._kvmem.adopt(then, self._on_not_connected)
 
-        def guarded(*args: Any) -> None:
-            if self._connection is connection:
-                action(*args)
-
-        return guarded
+    def _on_adopted(
+        self,
+        worker: WorkerInfo,
+        opened: SessionOpened,
+        installed: Installed,
+        attached: PoolAttached,
+        adopted: Adopted,
+    ) -> None:
+        records = tuple(adopted_of(record, adopted_request(record)) for record in adopted.records)
+        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
+        num_adopted = sum(len(record.sequences) for record in records)
+        if attached.levels.num_free_sequences + num_adopted < needed:
+            self._on_not_connected("INTERNAL")
+            return
+        if self.machine is None:
+            self.machine = Machine(_within_limits(self._config, worker), (0,), Letters)
+        self.worker_info = worker
+        if self._lost:
+            self._on_not_connected(self._lost)
+            return
+        self._owner_address = None
+        self._serving = True
+        self._losing_patience = None
+        self.note(
+            f"is connected: {self._kvmem.fence.session_id}, {worker.boot_id},"
+            f" {len(records)} requests, {len(installed.retained)} results kept"
+        )
+        self._num_copies_planned = len(attached.confirmed.pending_copies)
+        former = {name for name, group in self.machine.groups.items() if group.sequences}
+        known = {record.request.request_id for record in records}
+        self.world.marks.hit("re-entered by its scheduler", len(former - known))
+        self._handle(
+            events.Connected(
+                next_batch_seq=opened.next_batch_seq,
+                # What a former session was preparing, and has not begun, begins now.
+                last_step_id=max(opened.last_step_id - 1, installed.last_step_id, 0),
+                num_blocks=worker.geometry.num_blocks,
+                block_size=worker.geometry.block_size,
+                levels=attached.levels,
+                adopted=records,
+                pending_copies=pending_copies_of(attached.confirmed),
+                retained=installed.retained,
+            )
+        )
+        batch = self._kvmem.batch
+        if batch is not None and any(isinstance(op, ops.Commit | ops.Fork) for op in batch.ops):
+            self.world.marks.hit("retained result used")
+        self._worker.watch()
 
     def _on_not_connected(self, reason: str) -> None:
         self.note(f"not connected: {reason}")
-        # Nothing of this attempt goes on; a session stream is left until the next one opens.
-        former, self._connection = self._connection, Connection(self.clock.now_us)
-        self._connection.session, self._connection.execute = former.session, former.execute
-        self.after(self._pause_us, self._of(self._connection, self._connect))
-        self._pause_us = min(self._pause_us * 2, RECONNECT_MOST_US)
-
-    def _on_described(self, worker: WorkerInfo) -> None:
-        known = self.worker_info
-        if known is None or known.max_num_batched_tokens != worker.max_num_batched_tokens:
-            self.machine = Machine(_within_limits(self._config, worker), (0,), Letters)
-        self.worker_info = worker
-        connection = self._connection
-        connection.worker = worker
-        if connection.session is not None:
-            connection.session.close("CANCELLED")
-        self._open_session(OpenSession(self.name), self._on_opened, self._on_not_connected)
-        self.after(OPEN_DEADLINE_US, self._of(connection, self._on_open_deadline))
-
-    def _on_open_deadline(self) -> None:
-        if not self._connection.serving and not self._connection.lost:
-            self._on_not_connected("KVMEM_LOST")
-
-    def _open_session(
-        self,
-        message: OpenSession,
-        on_opened: Callable[[SessionOpened], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        connection = self._connection
-        stream = self.network.open_stream(self, self._kvmem, "Session")
-        connection.session = stream
-        stream.on_message = self._of(connection, on_opened)
-        stream.on_end = self._of(connection, on_end)
-        stream.send(message)
-
-    def _on_opened(self, opened: SessionOpened) -> None:
-        connection = self._connection
-        assert connection.session is not None
-        assert connection.worker is not None
-        connection.session.on_end = self._of(connection, self._on_kvmem_ended)
-        worker = connection.worker
-        request = AttachPool(opened.fence, worker.boot_id, worker.geometry)
-        self._call(self._kvmem, "AttachPool", request, partial(self._on_attached, opened))
-
-    def _on_attached(self, opened: SessionOpened, attached: PoolAttached) -> None:
-        connection = self._connection
-        assert self.machine is not None
-        assert connection.worker is not None
-        assert connection.session is not None
-        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
-        if attached.levels.num_free_sequences < needed:
-            self._on_not_connected("INTERNAL")
-            return
-        connection.fence = attached.fence
-        connection.last_result_batch_seq = opened.next_batch_seq - 1
-        connection.session.on_message = self._of(connection, self._on_batch_result)
-        connection.serving = True
-        self._pause_us = RECONNECT_FIRST_US
-        geometry = connection.worker.geometry
-        self.note(f"is connected: {attached.fence.session_id}, {attached.fence.worker_boot_id}")
-        self._handle(
-            events.Connected(
-                opened.next_batch_seq,
-                opened.last_step_id,
-                geometry.num_blocks,
-                geometry.block_size,
-                attached.levels,
-            )
-        )
-        self._watch(self._kvmem, self._on_kvmem_ended)
-        self._watch(self._worker, self._on_worker_ended)
-        if not connection.session.open:
-            self._on_kvmem_ended(UNAVAILABLE)
-
-    def _watch(self, peer: Process, on_end: Callable[[str], None]) -> None:
-        watch = self.network.open_stream(self, peer, "Health")
-        watch.on_end = self._of(self._connection, on_end)
-        self._connection.watches.append(watch)
-
-    def _on_worker_ended(self, reason: str) -> None:
-        self._lose("WORKER_LOST" if reason == UNAVAILABLE else reason)
-
-    def _on_kvmem_ended(self, reason: str) -> None:
-        connection = self._connection
-        if not connection.serving:
-            # Between the session's opening and the pool's: AttachPool will say what is wrong.
-            return
-        if self.world.knobs.resumes_sessions and reason == UNAVAILABLE and not connection.lost:
-            self._resume()
+        self._cancel_tasks()
+        holder = reason.holder if isinstance(reason, Reason) else self._holder
+        if reason == "SESSION_HELD" and holder != self._holder:
+            assert isinstance(reason, Reason)
+            self._stand_by(reason.holder_address)
+            self.after(STANDBY_POLL_US, self._connect)
         else:
-            self._lose("KVMEM_LOST" if reason == UNAVAILABLE else reason)
+            self.after(self._pause_us, self._connect)
+            self._pause_us = min(self._pause_us * 2, RECONNECT_MOST_US)
+
+    def _stand_by(self, owner_address: str) -> None:
+        """Another scheduler has the session, and with it every request."""
+        self._owner_address = owner_address
+        if self.machine is not None:
+            self.note(f"{owner_address} has taken over")
+            self.world.marks.hit("stood down", bool(self.machine.groups))
+            self.machine = None
+            self.worker_info = None
+        self.mailboxes.stop_waiting_for_all()
+        self.mailboxes.fail_all(Reason("NOT_LEADER", holder_address=owner_address))
+
+    def _cancel_tasks(self) -> None:
+        self._kvmem.cancel()
+        self._worker.cancel()
 
     def _lose(self, reason: str) -> None:
         """The first loss counts; the engine gets to it in its next turn."""
-        connection = self._connection
-        if connection.serving and not connection.lost:
-            connection.lost = reason
-            self.after(self.world.draw.randint(0, 200), self._of(connection, self._disconnect))
+        if not self._lost:
+            self._lost = reason
+            if self._serving:
+                self.after(self.world.draw.randint(0, 200), self._disconnect)
 
     def _disconnect(self) -> None:
-        connection = self._connection
-        reason = connection.lost
-        self.note(f"has lost a peer: {reason}")
-        connection.serving = False
-        for watch in connection.watches:
-            watch.close("CANCELLED")
-        told = reason if reason in ("WORKER_LOST", "KVMEM_LOST") else "NOT_READY"
-        self._handle(events.Disconnected(told, "a peer was lost"))
-        self._connect()
+        self.note(f"has lost a peer: {self._lost}")
+        self._serving = False
+        self._handle(events.Disconnected())
+        self._cancel_tasks()
+        patience = self._losing_patience = object()
+        self.after(self.world.knobs.recovery_us, partial(self._lose_patience, patience, self._lost))
+        self._become_owner()
 
-    # ---- resuming ----
-
-    def _resume(self) -> None:
-        """Go on with the session over a new connection, for as long as its grace may last."""
-        connection = self._connection
-        if connection.resuming_since_us is not None or connection.fence is None:
+    def _lose_patience(self, patience: object, lost: str) -> None:
+        """Tell the callers once the peer has been gone for too long."""
+        if self._losing_patience is not patience:
             return
-        connection.resuming_since_us = self.clock.now_us
-        self.note(f"tries to resume {connection.fence.session_id}")
-        self._try_to_resume()
-
-    def _try_to_resume(self) -> None:
-        connection = self._connection
-        assert connection.session is not None
-        connection.session.close("CANCELLED")
-        message = OpenSession(self.name, connection.fence, connection.last_result_batch_seq)
-        self._open_session(message, self._on_resumed, self._on_not_resumed)
-
-    def _on_not_resumed(self, reason: str) -> None:
-        connection = self._connection
-        assert connection.resuming_since_us is not None
-        if reason != UNAVAILABLE:
-            self._lose(reason)
-        elif self.clock.now_us - connection.resuming_since_us > RESUME_FOR_US:
-            self._lose("KVMEM_LOST")
-        else:
-            self.after(RESUME_PAUSE_US, self._of(connection, self._try_to_resume))
-
-    def _on_resumed(self, opened: SessionOpened) -> None:
-        connection = self._connection
-        assert connection.session is not None
-        connection.resuming_since_us = None
-        connection.session.on_message = self._of(connection, self._on_batch_result)
-        connection.session.on_end = self._of(connection, self._on_kvmem_ended)
-        self._watch(self._kvmem, self._on_kvmem_ended)
-        batch = connection.batch
-        if batch is not None:
-            if opened.next_batch_seq == batch.batch_seq:
-                self.world.marks.hit("batch lost and sent again")
-            self._send_batch(batch)
+        reason = lost if lost in ("WORKER_LOST", "KVMEM_LOST") else "NOT_READY"
+        machine = self.machine
+        for request_id in self.mailboxes.fail_all(reason):
+            self.world.marks.hit("patience lost")
+            request = machine.request_of(request_id) if machine is not None else None
+            if request is not None:
+                self._handle(events.Detached(request_id))
+                self.mailboxes.wait_for(request_id, request.detach_ttl_ms * MS)
 
     # ---- commands: Engine._handle, _carry_out, _apply, _execute ----
 
@@ -338,38 +356,37 @@ class SchedulerShell(Process):
             self._carry_out(command)
 
     def _carry_out(self, command: events.Command) -> None:
-        connection = self._connection
         match command:
             case events.ApplyBatch(batch):
-                expect(connection.batch is None, "one batch in flight", f"{batch.batch_seq}")
-                check_victims(batch)
-                connection.batch = batch
-                if connection.resuming_since_us is None:
-                    self._send_batch(batch)
+                self._apply(batch)
             case events.ExecuteStep(step):
-                expect(connection.step is None, "one step in flight", f"{step.step_id}")
-                connection.step = step
                 self._execute(step)
+            case events.Adopted(request_id):
+                self._wait_for_adopted(request_id)
             case events.Accepted(request_id):
                 self.world.checks.commits.check_accepted(self._record_key(request_id))
-                if request_id in self.mailboxes:
-                    self.mailboxes[request_id].end.send(Accepted())
-            case events.Emit(request_id):
-                if request_id in self.mailboxes:
-                    self._emit(command, self.mailboxes[request_id])
-            case events.Reject(request_id, reason):
-                mailbox = self.mailboxes.pop(request_id, None)
-                self.note(f"rejects {request_id}: {reason}")
-                # A lost peer ends also what its caller has just aborted.
-                told = mailbox is not None or connection.lost
-                expect(told, "refusals have a caller", f"{request_id}: {reason} was told to nobody")
+                mailbox = self.mailboxes.get(request_id)
                 if mailbox is not None:
-                    mailbox.end.close(reason)
+                    mailbox.accept()
+            case events.Emit(request_id):
+                mailbox = self.mailboxes.get(request_id)
+                if mailbox is not None:
+                    self._emit(command, mailbox)
+            case events.Reject(request_id, reason):
+                self.note(f"rejects {request_id}: {reason}")
+                self.mailboxes.fail(request_id, reason)
 
-    def _record_key(self, request_id: str) -> tuple[str, int, str]:
-        fence = self._connection.fence
-        assert fence is not None
-        return fence.kvmem_boot_id, fence.epoch, request_id
+    def _wait_for_adopted(self, request_id: str) -> None:
+        assert self.machine is not None
+        group = self.machine.groups[request_id]
+        running = group.status is GroupStatus.RUNNING
+        self.world.marks.hit("adopted while it ran", running)
+        self.mailboxes.wait_for(request_id, group.request.detach_ttl_ms * MS)
+
+    def _record_key(self, request_id: str) -> tuple[str, str, int]:
+        assert self.machine is not None
+        arrival_number = self.machine.groups[request_id].arrival_number
+        return self._kvmem.fence.kvmem_boot_id, request_id, arrival_number
 
     def _emit(self, command: events.Emit, mailbox: Mailbox) -> None:
         for delta in command.deltas:
@@ -377,46 +394,29 @@ class SchedulerShell(Process):
             emitted.extend(delta.token_ids)
             key = self._record_key(command.request_id)
             self.world.checks.commits.check_emitted(key, delta.index, emitted)
-            if delta.finish_reason is FinishReason.KV_CAPACITY:
-                assert self._connection.worker is not None
-                self.world.marks.hit("kv_capacity end")
-                self.world.checks.check_capacity_end(
-                    mailbox.request, self._connection.worker.geometry
-                )
         last = command.times is not None
-        mailbox.end.send(Output(command.deltas, last))
+        mailbox.put(Output(command.deltas, last))
         if last:
             # When the caller's stream has taken it.
             delay_us = self.world.draw.choice([0, 100, 5 * MS])
             self.after(delay_us, partial(self._leave, command.request_id, mailbox, complete=True))
 
-    def _send_batch(self, batch: ops.Batch) -> None:
-        connection = self._connection
-        assert connection.session is not None
-        assert connection.fence is not None
-        if not connection.session.open:
-            self._on_kvmem_ended(UNAVAILABLE)
-            return
-        connection.session.send(ApplyBatch(connection.fence, batch))
-        deadline = self._of(connection, partial(self._on_batch_deadline, batch))
-        self.after(BATCH_DEADLINE_US, deadline)
-
-    def _on_batch_deadline(self, batch: ops.Batch) -> None:
-        if self._connection.batch is batch:
-            self._lose("KVMEM_LOST")
-
-    def _on_batch_result(self, result: ops.BatchResult) -> None:
-        connection = self._connection
-        batch, connection.batch = connection.batch, None
-        expect(
-            batch is not None, "one batch in flight", f"a result of {result.batch_seq}, no batch"
+    def _apply(self, batch: ops.Batch) -> None:
+        expect(self._kvmem.batch is None, "one batch in flight", f"{batch.batch_seq}")
+        assert self.machine is not None
+        assert self.worker_info is not None
+        check_victims(batch)
+        ended = self.world.checks.check_capacity_ends(
+            batch, self.machine.groups.values(), self.worker_info.geometry
         )
-        assert batch is not None
-        connection.last_result_batch_seq = result.batch_seq
-        connection.num_copies_planned += len(result.copy_src)
+        self.world.marks.hit("kv_capacity end", ended)
+        self._kvmem.apply(batch, partial(self._on_batch_result, batch))
+
+    def _on_batch_result(self, batch: ops.Batch, result: ops.BatchResult) -> None:
+        self._num_copies_planned += len(result.copy_src)
         starved = count_batch(self.world.marks, batch, result)
         self._handle(events.BatchApplied(result))
-        following = self._connection.batch
+        following = self._kvmem.batch
         preempting = following is not None and any(
             isinstance(op, ops.Preempt | ops.Free) for op in following.ops
         )
@@ -424,32 +424,23 @@ class SchedulerShell(Process):
             self.world.marks.hit("quarantined block waited for")
 
     def _execute(self, step: ops.Step) -> None:
-        connection = self._connection
-        if connection.execute is None:
-            stream = self.network.open_stream(self, self._worker, "Execute")
-            stream.on_message = self._of(connection, self._on_step_result)
-            stream.on_end = self._of(connection, self._on_worker_ended)
-            connection.execute = stream
-        elif not connection.execute.open:
-            self._lose("WORKER_LOST")
-            return
-        assert connection.fence is not None
+        expect(self._worker.step is None, "one step in flight", f"{step.step_id}")
         assert self.machine is not None
         count_step(self.world.marks, step, self.machine.groups.values())
-        if len(step.copy_src) < connection.num_copies_planned:
+        if len(step.copy_src) < self._num_copies_planned:
             self.world.marks.hit("copy of a preempted group dropped")
-        connection.num_copies_planned = 0
-        connection.execute.send(Execute(connection.fence, step))
-        self.after(STEP_DEADLINE_US, self._of(connection, partial(self._on_step_deadline, step)))
+        self._num_copies_planned = 0
+        self._worker.execute(
+            step, self._kvmem.fence, lambda result: self._handle(events.StepExecuted(result))
+        )
 
-    def _on_step_deadline(self, step: ops.Step) -> None:
-        if self._connection.step is step:
-            self._lose("WORKER_LOST")
 
-    def _on_step_result(self, result: ops.StepResult) -> None:
-        connection = self._connection
-        connection.step = None
-        self._handle(events.StepExecuted(result))
+def _is_same_caller(existing: Request, request: Request) -> bool:
+    return (
+        bool(request.attach_secret_digest)
+        and request.attach_secret_digest == existing.attach_secret_digest
+        and request.digest == existing.digest
+    )
 
 
 def _within_limits(config: SchedulerConfig, worker: WorkerInfo) -> SchedulerConfig:

@@ -14,6 +14,20 @@ SHORT_US = SECOND // 2
 Target = tuple[str, tuple[str, ...]]
 
 KILLS: tuple[Target, ...] = tuple(("kill", (who,)) for who in ("scheduler", "kvmem", "worker"))
+# Several at nearly the same time.
+MASSACRES: tuple[Target, ...] = (
+    ("kill", ("kvmem", "worker")),
+    ("kill", ("scheduler", "kvmem")),
+    ("kill", ("scheduler", "worker")),
+    ("kill", ("scheduler", "kvmem", "worker")),
+)
+# The memory service dies with its journal deleted, in the middle of a record, or right after it.
+JOURNAL: tuple[Target, ...] = (
+    ("lose", ("kvmem",)),
+    ("lose", ("kvmem", "scheduler")),
+    ("tear", ("kvmem",)),
+    ("die", ("kvmem",)),
+)
 PAUSES: tuple[Target, ...] = tuple(("pause", (who,)) for who in ("scheduler", "kvmem", "worker"))
 CUTS: tuple[Target, ...] = (
     ("cut", ("scheduler", "kvmem")),
@@ -52,7 +66,6 @@ class Theme:
     weight: int
     num_schedulers: tuple[int, ...] = (1,)
     keepalives_us: tuple[int, ...] = (SHORT_US, LONG_US)
-    resumes_probability: float = 0.3
     fault_probability: float = 0.0
     faults: tuple[Target, ...] = ()
     recipe: Recipe | None = None
@@ -68,6 +81,10 @@ class Theme:
     max_waiting: tuple[int, ...] = (3, 12, 40)
     num_late_bursts: tuple[int, ...] = (0, 0, 1, 2)
     late_keepalives: tuple[float, float] = (1.0, 2.2)
+    orphan_ttls_ms: tuple[int, ...] = (5_000, 60_000)
+    detach_ttls_ms: tuple[int, ...] = (300, 2_000, 10_000)
+    # Callers who leave, of all: one of these shares.
+    impatience: tuple[float, ...] = (0.0, 0.1, 0.5)
 
 
 THEMES = (
@@ -110,29 +127,69 @@ THEMES = (
     # Anything may happen.
     Theme(
         "faults",
-        6,
-        num_schedulers=(1, 1, 2),
-        fault_probability=0.25,
-        faults=(*KILLS, *PAUSES, *CUTS),
+        8,
+        num_schedulers=(1, 2, 2),
+        fault_probability=0.15,
+        faults=(*KILLS, *MASSACRES, *JOURNAL, *PAUSES, *CUTS),
         break_connection=(0.0, 0.0, 0.002, 0.01),
+    ),
+    # The memory service dies, again and again.
+    Theme(
+        "journal",
+        4,
+        num_schedulers=(1, 1, 2),
+        fault_probability=0.6,
+        faults=(KILLS[1], MASSACRES[0], *JOURNAL),
+        break_connection=(0.0, 0.01),
+    ),
+    # One dies after the other, and at once.
+    Theme(
+        "massacre",
+        3,
+        num_schedulers=(1, 2),
+        fault_probability=0.5,
+        faults=(*KILLS, *MASSACRES),
+        impatience=(0.0,),
     ),
     # Connections break, and sessions are resumed.
     Theme(
         "shaky",
         3,
-        resumes_probability=1.0,
         fault_probability=0.3,
         faults=(*KILLS[1:2], *PAUSES[:2], *CUTS[:1]),
         break_connection=(0.01, 0.03),
     ),
-    # One is away for so long that the session is no longer to be resumed.
+    # Callers are cut off, vanish and return.
+    Theme(
+        "absent callers",
+        3,
+        num_schedulers=(1, 2),
+        keepalives_us=(SHORT_US,),
+        fault_probability=0.4,
+        faults=(CUTS[2], KILLS[0]),
+        break_connection=(0.0, 0.01),
+        detach_ttls_ms=(300, 2_000),
+        impatience=(0.5, 0.8),
+    ),
+    # Nobody holds the session for so long that the memory service expires what it has.
+    Theme(
+        "orphans",
+        2,
+        loses_messages=False,
+        recipe=Recipe("kill", ("scheduler",), ("Execute", 10), duration_us=(4_000_000, 9_000_000)),
+        orphan_ttls_ms=(1_000, 3_000),
+        num_late_bursts=(0,),
+    ),
+    # One is away for so long that its lease is over.
     Theme(
         "nap",
         2,
         keepalives_us=(LONG_US,),
-        resumes_probability=1.0,
         loses_messages=False,
-        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 20), duration_keepalives=(1.75, 2.0)),
+        recipe=Recipe(
+            "pause", ("scheduler",), ("ApplyBatch", 20), duration_us=(4_000_000, 4_000_000)
+        ),
+        num_late_bursts=(0,),
     ),
     # Two schedulers; the one that serves falls asleep with its first step in hand, ...
     Theme(
@@ -140,30 +197,28 @@ THEMES = (
         3,
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
-        resumes_probability=0.0,
         loses_messages=False,
-        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 2), duration_keepalives=(1.7, 2.0)),
-        num_late_bursts=(6,),
-        late_keepalives=(1.1, 1.7),
+        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 2), duration_keepalives=(0.3, 2.0)),
+        num_late_bursts=(3,),
+        late_keepalives=(0.2, 1.7),
     ),
     # ... or reaches the worker and no longer the memory service.
     Theme(
         "half cut off",
-        2,
+        3,
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
-        resumes_probability=0.7,
         loses_messages=False,
         recipe=Recipe(
-            "cut", ("scheduler", "kvmem"), ("Execute", 12), duration_keepalives=(1.5, 2.0)
+            "cut", ("scheduler", "kvmem"), ("Execute", 12), duration_keepalives=(0.3, 2.0)
         ),
-        num_late_bursts=(6,),
-        late_keepalives=(1.0, 1.7),
+        num_late_bursts=(3,),
+        late_keepalives=(0.2, 1.7),
     ),
     # ... or dies, and the other is there.
     Theme(
         "succession",
-        2,
+        4,
         num_schedulers=(2,),
         fault_probability=0.3,
         faults=KILLS,
@@ -178,8 +233,8 @@ THEMES = (
     ),
     Theme(
         "quick restart of kvmem",
-        1,
-        recipe=Recipe("kill", ("kvmem",), ("OpenSession", 1), duration_us=(50, 300)),
+        2,
+        recipe=Recipe("lose", ("kvmem",), ("OpenSession", 1), duration_us=(50, 300)),
     ),
 )
 

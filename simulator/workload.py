@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from scheduler_svc.core.params import SamplingParams
+from scheduler_svc.core.sequence import Request
 from simulator.clock import MS
 from simulator.knobs import Knobs
 from simulator.messages import Generate
@@ -15,21 +16,32 @@ from simulator.worker import VOCAB
 @dataclass(frozen=True)
 class Script:
     """One caller. `leaves`: how it gives up early, after so many messages or microseconds, in
-    its first `num_leaves` attempts.
+    its first `num_leaves` tries.
 
-    `comes_back`: after leaving, or after an error, it asks again under the same id (today
-    that is a new request), at most `max_attempts` times in all, within `returns_within_us`.
+    `attaches`: it has a secret, and goes on wherever its stream breaks.
+    `comes_back`: after it vanished or let go of its stream, if it attaches, it goes on within
+    `returns_within_us`; after it was aborted or refused it asks again under the same id, which is
+    another request, at most `max_attempts` times in all.
     """
 
     message: Generate
     at_us: int
-    leaves: str = ""  # "cancel", "abort" (by the unary call) or "vanish"
+    leaves: str = ""  # "cancel", "abort" (by the unary call), "vanish" or "detach"
     leaves_after_messages: int | None = None
     leaves_after_us: int | None = None
     num_leaves: int = 1
     comes_back: bool = False
     max_attempts: int = 1
     returns_within_us: int = 500 * MS
+    attaches: bool = False
+    detach_ttl_ms: int = 0
+    # Somebody else asks under the same id.
+    has_twin: bool = False
+
+    def request(self) -> Request:
+        """As a scheduler will see it, less what only its shell cares about."""
+        message = self.message
+        return Request(message.request_id, message.prompt_token_ids, message.params)
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,8 @@ class Workload:
             for i in range(draw.randint(8, 26) + (10 if theme.churn else 0))
         ]
         if draw.random() < 0.2:
-            twin = draw.choice(scripts)
+            which = draw.randrange(len(scripts))
+            twin = scripts[which] = replace(scripts[which], has_twin=True)
             scripts.append(replace(twin, at_us=twin.at_us + draw.randint(0, 5 * MS)))
         return Workload(tuple(scripts), tuple(bursts), max(bursts) + 100 * MS)
 
@@ -88,7 +101,7 @@ class Habits:
         return Habits(
             tuple(_tokens(draw, longest) for _ in range(3)),
             min(28, draw.choice([6, capacity // 5, capacity // 4, capacity // 3, capacity // 2])),
-            draw.choice([0.0, 0.1, 0.5]),
+            draw.choice(knobs.theme.impatience),
             draw.choice([(1, 1, 2), (1, 1, 1, 2, 3, 4), (2, 3, 4)]),
             draw.choice([0, 5 * MS, 60 * MS]),
         )
@@ -103,7 +116,7 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     start = stem[: draw.randint(0, len(stem))] if draw.random() < 0.4 else ()
     prompt = start + _tokens(draw, draw.randint(0 if start else 1, len(stem)))
     if knobs.theme.churn:
-        return _draw_churning(draw, name, prompt, burst_us)
+        return _draw_churning(draw, knobs, name, prompt, burst_us)
     if draw.random() < 0.02:  # it does not fit the pool, nor perhaps the model
         prompt = _tokens(draw, knobs.num_blocks * knobs.block_size + 3)
     room = max(1, knobs.max_model_len - len(prompt))
@@ -117,7 +130,8 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
         max_tokens=min(draw.choice([draw.randint(1, most_tokens), most_tokens]), room),
         ignore_eos=draw.random() < 0.7,
     )
-    leaves = draw.choice(["cancel", "abort", "vanish"]) if draw.random() < habits.impatience else ""
+    ways = ("cancel", "abort", "vanish", "vanish", "detach")
+    leaves = draw.choice(ways) if draw.random() < habits.impatience else ""
     by_messages = draw.random() < 0.5
     return Script(
         Generate(name, prompt, params),
@@ -127,10 +141,15 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
         draw.randint(0, 30 * MS) if leaves and not by_messages else None,
         comes_back=draw.random() < 0.6,
         max_attempts=draw.randint(1, 4),
+        returns_within_us=draw.choice([500 * MS, knobs.detach_ttl_ms * 2 * MS]),
+        attaches=draw.random() < 0.85,
+        detach_ttl_ms=knobs.detach_ttl_ms,
     )
 
 
-def _draw_churning(draw: Random, name: str, prompt: tuple[int, ...], burst_us: int) -> Script:
+def _draw_churning(
+    draw: Random, knobs: Knobs, name: str, prompt: tuple[int, ...], burst_us: int
+) -> Script:
     params = SamplingParams(
         seed=draw.randint(0, 3), n=draw.choice([1, 2]), max_tokens=draw.randint(1, 8)
     )
@@ -143,4 +162,6 @@ def _draw_churning(draw: Random, name: str, prompt: tuple[int, ...], burst_us: i
         comes_back=True,
         max_attempts=8,
         returns_within_us=1 * MS,
+        attaches=draw.random() < 0.5,
+        detach_ttl_ms=knobs.detach_ttl_ms,
     )

@@ -15,14 +15,15 @@ from simulator.clock import MS, SECOND, Clock
 from simulator.faults import FaultInjector, FaultPlan
 from simulator.history import History
 from simulator.knobs import Knobs
+from simulator.kvmem_shell import KvmemShell
 from simulator.marks import Marks
 from simulator.messages import Generate
 from simulator.network import Network
 from simulator.process import Process, Surroundings
 from simulator.promises import Promise
 from simulator.scheduler_shell import SchedulerShell
-from simulator.shells import KvmemShell, WorkerShell
 from simulator.worker import Violation, expect
+from simulator.worker_shell import WorkerShell
 from simulator.workload import Script, Workload
 
 # After the last fault everything must come to its end within this time. A bug that stops
@@ -110,6 +111,7 @@ class World:
         injector = FaultInjector(
             self.surroundings,
             self._plan,
+            self.kvmem,
             {
                 "scheduler": list(self.schedulers),
                 "kvmem": [self.kvmem],
@@ -136,8 +138,11 @@ class World:
         )
 
     def _one_at_rest(self) -> bool:
-        serving = [scheduler for scheduler in self.schedulers if scheduler.serving]
-        return len(serving) == 1 and serving[0].at_rest
+        """The one that has the session has nothing to do. Another may not know yet that it has
+        not: with nothing to do it does not ask."""
+        session = self.kvmem.memory.ledger.session
+        holders = [s for s in self.schedulers if session and s.holds(session.session_id)]
+        return len(holders) == 1 and holders[0].at_rest
 
     def _run_until(self, reached: object, promise: str) -> None:
         assert callable(reached)
@@ -174,7 +179,7 @@ class World:
 
     @staticmethod
     def _expect_served(caller: Caller) -> None:
-        ends = [attempt.end for attempt in caller.attempts]
+        ends = [asking.end for asking in caller.askings]
         expect(ends[-1] == "complete", "serves again", f"{caller.name} ended with {ends}")
 
 
