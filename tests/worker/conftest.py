@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
+# Before torch is loaded, whose threads would spin on cores that other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-from model_worker.threads import place_threads
-
-# Before torch is loaded: its threads, left alone, spin on cores that other processes need.
-place_threads()
-
 import torch
 
 from tests.worker.stage import Stage, run_on_stage
