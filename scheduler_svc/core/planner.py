@@ -124,7 +124,7 @@ class Planner:
         num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)
         if num_tokens < 1 or sequence.waits_for_draw:
             return 0
-        if not self._prefix_is_there(plan, sequence):
+        if not self._prefix_is_there(plan, sequence) or _must_wait_for_commit(sequence, num_tokens):
             return 0
         completes = num_tokens == sequence.num_unscheduled_tokens
         num_samples = self._decoding.num_samples(sequence) if completes else 0
@@ -174,6 +174,21 @@ class Planner:
             )
             for row in plan.rows
         )
+
+
+def _must_wait_for_commit(sequence: Sequence, num_tokens: int) -> bool:
+    """Whether it would ask for slots while a step computes the prefix that its siblings share: the
+    memory service has yet to hear of that, and would copy the shared blocks, as if they were to be
+    written."""
+    if not sequence.num_inflight_tokens:
+        return False
+    if sequence.num_scheduled_tokens + num_tokens <= sequence.num_writable_slots:
+        return False
+    return any(
+        sibling.prefix_source is sequence
+        and sequence.num_computed_tokens < sibling.prefix_source_tokens
+        for sibling in sequence.group.live
+    )
 
 
 def admit_members(group: SequenceGroup, block_size: int) -> tuple[AdmitMember, ...]:

@@ -183,6 +183,26 @@ def test_b18_a_resumed_sibling_waits_for_the_prefix_it_shares() -> None:
     world.assert_empty()
 
 
+def test_a_prefix_that_is_being_computed_is_not_copied() -> None:
+    """One step ahead, a resumed group asks for slots before the memory service has heard that the
+    prompt's shared blocks are computed."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=8, max_num_seqs=8, max_waiting=10, watermark=0.0
+    )
+    preemptions = 0
+    for num_blocks in range(16, 30):
+        world = World(num_blocks=num_blocks, block_size=1, config=config)
+        for name in ("a", "b"):
+            world.arrive(name, prompt(6), max_tokens=6, n=2, seed=1, ignore_eos=True)
+        world.run()
+        for name in ("a", "b"):
+            world.assert_right(world.callers[name])
+        assert world.worker.num_copies == 0
+        preemptions += world.preemptions
+        world.assert_empty()
+    assert preemptions
+
+
 def test_a_copy_of_a_preempted_sequence_is_not_made() -> None:
     """Two groups fork in one step; the elder cannot have its two copies while the younger has
     got its one. The younger gives way, and its copy's destination goes to the elder."""
