@@ -72,6 +72,7 @@ class InProcessWorker:
             block_size=runner.kv.block_size,
             max_model_len=loaded.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_inflight_steps=2,
         )
 
     async def install(self) -> Installed:

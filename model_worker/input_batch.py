@@ -17,6 +17,9 @@ from model_worker.attention import AttentionBatch
 from model_worker.errors import StepError
 from model_worker.step import I32, Sampling, SequenceStart, StepInput, TableDeltas
 
+# As an input token: the one drawn last for the sequence.
+DRAWN_LAST = -1
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -66,6 +69,8 @@ class InputBatch:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._sequences: dict[int, MirroredSequence] = {}
+        # Of each sequence the position and id of the token drawn last in this session.
+        self._drawn: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -73,6 +78,22 @@ class InputBatch:
     def clear(self) -> None:
         """Forget every sequence: a new session starts from full tables."""
         self._sequences.clear()
+        self._drawn.clear()
+
+    def remember_draws(self, step: StepInput, token_ids: I32) -> None:
+        """Keep what `step` has drawn, for the next step to go on with.
+
+        token_ids: int32[sum of num_samples]; of a row that drew several, nobody goes on with one
+        before the sequence has forked.
+        """
+        ends = np.cumsum(step.num_samples)
+        one = np.flatnonzero(step.num_samples == 1)
+        positions = (step.num_computed_tokens + step.num_input_tokens)[one].tolist()
+        tokens = token_ids[ends[one] - 1].tolist()
+        for sequence_id, position, token in zip(
+            step.sequence_ids[one].tolist(), positions, tokens, strict=True
+        ):
+            self._drawn[sequence_id] = (position, token)
 
     def apply(self, step: StepInput) -> FlatBatch:
         """Take over the step's drops, starts and deltas, and lay out its rows.
@@ -91,6 +112,8 @@ class InputBatch:
         self._apply_deltas(known, step.deltas)
         flat = self._flatten(known, step)
         self._sequences = known
+        for sequence_id in dropped:
+            self._drawn.pop(sequence_id, None)
         return flat
 
     def _check_copies(self, step: StepInput) -> None:
@@ -140,7 +163,7 @@ class InputBatch:
         rows = self._rows(known, step)
         num_inputs = step.num_input_tokens.astype(np.int64)
         computed = step.num_computed_tokens.astype(np.int64)
-        self._check_tokens(step.input_token_ids)
+        input_ids = self._input_ids(step)
 
         query_starts = np.zeros(num_inputs.size + 1, np.int64)
         np.cumsum(num_inputs, out=query_starts[1:])
@@ -159,7 +182,7 @@ class InputBatch:
 
         sampled = np.flatnonzero(step.num_samples)
         return FlatBatch(
-            input_ids=step.input_token_ids.astype(np.int64),
+            input_ids=input_ids,
             positions=positions,
             attention=AttentionBatch(
                 query_starts=query_starts.astype(np.int32),
@@ -253,7 +276,33 @@ class InputBatch:
                 f" hold {num_slots}",
             )
 
-    def _check_tokens(self, token_ids: I32) -> None:
+    def _input_ids(self, step: StepInput) -> npt.NDArray[np.int64]:
+        """The step's input tokens, with those filled in that this worker has drawn itself."""
+        input_ids = step.input_token_ids.astype(np.int64)
+        drawn = np.flatnonzero(step.input_token_ids == DRAWN_LAST)
+        if drawn.size:
+            starts = np.cumsum(step.num_input_tokens) - step.num_input_tokens
+            for row in np.searchsorted(starts, drawn, side="right") - 1:
+                input_ids[starts[row]] = self._drawn_last(
+                    int(step.sequence_ids[row]),
+                    int(step.num_computed_tokens[row]),
+                    int(step.num_input_tokens[row]),
+                )
+        self._check_tokens(input_ids)
+        return input_ids
+
+    def _drawn_last(self, sequence_id: int, position: int, num_inputs: int) -> int:
+        drawn = self._drawn.get(sequence_id)
+        if num_inputs != 1 or drawn is None or drawn[0] != position:
+            at = "none" if drawn is None else f"one at position {drawn[0]}"
+            raise StepError(
+                "INVALID_BATCH",
+                f"sequence {sequence_id}: {num_inputs} input tokens from position {position} on are"
+                f" to be what was drawn last, which is {at}",
+            )
+        return drawn[1]
+
+    def _check_tokens(self, token_ids: npt.NDArray[np.int64]) -> None:
         bad = (token_ids < 0) | (token_ids >= self.limits.num_token_ids)
         if bad.any():
             raise StepError(

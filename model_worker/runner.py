@@ -40,6 +40,7 @@ class ModelRunner:
         logits = self._logits(batch)
         forwarded = time.perf_counter_ns()
         token_ids, logprobs = self._sample(batch, logits)
+        self.input_batch.remember_draws(step, token_ids)
         ended = time.perf_counter_ns()
         idle_ns = 0 if self._ended_ns is None else started - self._ended_ns
         self._ended_ns = ended

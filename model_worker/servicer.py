@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 # Steps that may be un-answered at a time; their results are kept for an adopter.
-MAX_INFLIGHT_STEPS = 1
+MAX_INFLIGHT_STEPS = 2
 
 
 class _Stream:
@@ -37,6 +38,14 @@ class _Stream:
 
     def __init__(self) -> None:
         self.replaced: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True)
+class _Issued:
+    """A step on the model thread, or waiting for it."""
+
+    step: StepInput
+    output: asyncio.Future[StepOutput]
 
 
 class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
@@ -111,17 +120,38 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         """Answer the stream's steps until it ends. Raises what ends it early."""
         if self._runner is None:
             raise _not_ready()
-        while (request := await _next_request(stream, context)) is not None:
-            fence = convert.fence_from_pb(request.fence)
-            self._take_hold(stream, fence)
-            step = convert.step_from_pb(request)
-            output = await asyncio.get_running_loop().run_in_executor(
-                self._model_thread, self._run, self._runner, fence, step
-            )
+        steps: asyncio.Queue[_Issued | None] = asyncio.Queue(MAX_INFLIGHT_STEPS)
+        replying = asyncio.ensure_future(self._reply(stream, steps, context))
+        try:
+            while (request := await _next_request(stream, replying, context)) is not None:
+                fence = convert.fence_from_pb(request.fence)
+                self._take_hold(stream, fence)
+                step = convert.step_from_pb(request)
+                # On its way before the one before it has been answered: the model never waits.
+                output = asyncio.get_running_loop().run_in_executor(
+                    self._model_thread, self._run, self._runner, fence, step
+                )
+                # Whoever takes the stream's place may leave it without a reader.
+                output.add_done_callback(_take_note)
+                await steps.put(_Issued(step, output))
+            await steps.put(None)
+            await replying
+        finally:
+            replying.cancel()
+
+    async def _reply(
+        self,
+        stream: _Stream,
+        steps: asyncio.Queue[_Issued | None],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Answer the steps in their order."""
+        while (issued := await steps.get()) is not None:
+            output = await issued.output
             if stream.replaced.done():
                 raise stream.replaced.result()
             await context.write(convert.reply_to_pb(output, self.boot_id))
-            record_step(self._telemetry, step, output)
+            record_step(self._telemetry, issued.step, output)
 
     def _take_hold(self, stream: _Stream, fence: Fence) -> None:
         """Let `stream` execute under `fence`, ending the stream of an older session.
@@ -174,12 +204,15 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
 
 
 async def _next_request(
-    stream: _Stream, context: grpc.aio.ServicerContext
+    stream: _Stream, replying: asyncio.Future[None], context: grpc.aio.ServicerContext
 ) -> worker_pb2.ExecuteRequest | None:
-    """The stream's next request, or None at its end. Raises ServiceError once it is replaced."""
+    """The stream's next request, or None at its end. Raises ServiceError once it is replaced, and
+    what `replying` ended with."""
     read = asyncio.ensure_future(context.read())
     try:
-        await asyncio.wait({read, stream.replaced}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({read, stream.replaced, replying}, return_when=asyncio.FIRST_COMPLETED)
+        if replying.done():
+            replying.result()
         if stream.replaced.done():
             raise stream.replaced.result()
         request = read.result()
@@ -189,6 +222,11 @@ async def _next_request(
             with contextlib.suppress(asyncio.CancelledError):
                 await read
     return request if isinstance(request, worker_pb2.ExecuteRequest) else None
+
+
+def _take_note(output: asyncio.Future[StepOutput]) -> None:
+    if not output.cancelled():
+        output.exception()
 
 
 def _taken_over(fence: Fence, *, is_newer: bool) -> ServiceError:

@@ -70,7 +70,9 @@ class Engine:
         self._callers = Callers(self._on_caller_gone)
         self._losing_patience: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        # Of the step under preparation, and the context of the one that came back last.
         self._step_span: Span | None = None
+        self._executed_step = ""
         self._lost: asyncio.Future[PeerLostError] | None = None
         self._draining = False
         # Where callers of the scheduler that has the session reach it; None: nobody else has it.
@@ -311,10 +313,10 @@ class Engine:
     def _carry_out(self, machine: Machine, command: events.Command) -> None:
         match command:
             case events.ApplyBatch(batch, links):
-                parent = self._step_traceparent(links, start=batch.prepares_step)
+                parent = self._batch_parent(links, prepares_step=batch.prepares_step)
                 self._spawn(self._apply(machine, command, parent))
             case events.ExecuteStep():
-                self._spawn(self._execute(machine, command))
+                self._spawn(self._execute(machine, command, self._step_span_of(command)))
             case events.Adopted(request_id):
                 self._callers.wait_for(request_id, machine.groups[request_id].request.detach_ttl_ms)
             case events.Accepted(request_id):
@@ -332,24 +334,35 @@ class Engine:
         result = await self._kvmem.apply(command.batch, parent)
         self._handle(machine, events.BatchApplied(result))
 
-    async def _execute(self, machine: Machine, command: events.ExecuteStep) -> None:
-        span, self._step_span = self._step_span, None
+    async def _execute(
+        self, machine: Machine, command: events.ExecuteStep, span: Span | None
+    ) -> None:
         try:
             result = await self._worker.execute(command.step, traceparent(span) if span else "")
         finally:
             if span is not None:
+                self._executed_step = traceparent(span)
                 span.set_attribute("octavo.step_id", command.step.step_id)
                 span.set_attribute("octavo.num_sequences", len(command.step.sequence_ids))
                 span.end()
         self._handle(machine, events.StepExecuted(result))
 
-    def _step_traceparent(self, links: tuple[str, ...], *, start: bool) -> str:
-        """The context of the step under preparation: one span from its batch to its result."""
-        if not (start and self._telemetry.enabled):
+    def _batch_parent(self, links: tuple[str, ...], *, prepares_step: bool) -> str:
+        """The context of the step that a batch prepares, or of the one whose result it commits."""
+        if not self._telemetry.enabled:
             return ""
+        if not prepares_step:
+            return self._executed_step
         if self._step_span is None:
             self._step_span = self._telemetry.start("scheduler.step", links=links)
         return traceparent(self._step_span)
+
+    def _step_span_of(self, command: events.ExecuteStep) -> Span | None:
+        """One span a step: from the batch that prepares it, if there is one, to its result."""
+        span, self._step_span = self._step_span, None
+        if span is None and self._telemetry.enabled:
+            span = self._telemetry.start("scheduler.step", links=command.links)
+        return span
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -70,6 +70,7 @@ class WorkerDescription:
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    max_inflight_steps: int = 1
     # The whole geometry, for the memory service; opaque here.
     geometry: Any = field(repr=False, default=None)
 

@@ -65,6 +65,7 @@ async def take_over(
         adopted=adopted,
         pending_copies=attached.pending_copies,
         retained=installed.retained,
+        max_inflight_steps=description.max_inflight_steps,
     )
 
 

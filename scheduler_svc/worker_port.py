@@ -37,6 +37,9 @@ class GrpcWorker:
         self._stub = worker_pb2_grpc.ModelWorkerStub(self._channel)
         self._fence = fence
         self._stream: grpc.aio.StreamStreamCall | None = None
+        # Both are handed on in the order of asking, so the replies find their steps.
+        self._writing = asyncio.Lock()
+        self._reading = asyncio.Lock()
 
     async def describe(self) -> WorkerDescription:
         if self._stream is not None:
@@ -62,6 +65,7 @@ class GrpcWorker:
             block_size=geometry.block_size,
             max_model_len=geometry.max_model_len,
             max_num_batched_tokens=reply.max_num_batched_tokens,
+            max_inflight_steps=max(reply.max_inflight_steps, 1),
             geometry=geometry,
         )
 
@@ -82,8 +86,10 @@ class GrpcWorker:
         message = convert.step_message(step, self._fence.fence, traceparent)
         try:
             async with asyncio.timeout(STEP_DEADLINE_S):
-                await stream.write(message)
-                reply = await read(stream, "WORKER_LOST", WHO)
+                async with self._writing:
+                    await stream.write(message)
+                async with self._reading:
+                    reply = await read(stream, "WORKER_LOST", WHO)
         except (*STREAM_FAILURES, PeerLostError) as error:
             raise lost("WORKER_LOST", WHO, error) from error
         return convert.step_result_of(reply)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model_worker.errors import StepError
-from model_worker.input_batch import InputBatch, Limits
+from model_worker.input_batch import DRAWN_LAST, InputBatch, Limits
 from model_worker.step import Sampling, SequenceStart, StepInput, TableDeltas
 
 LIMITS = Limits(
@@ -134,7 +134,7 @@ def test_dropped_sequences_are_forgotten_unless_started_again(batch):
     assert len(batch) == 0
 
 
-@pytest.mark.parametrize("token_id", [-1, 50, 51, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("token_id", [-2, 50, 51, 2**31 - 1, -(2**31)])
 def test_b34_ids_out_of_vocabulary_are_refused_before_the_forward(batch, token_id):
     for ids in ([token_id], [1, token_id, 2]):
         error = refused(batch, step([(7, 1, 0, ids, 1)]))
@@ -142,6 +142,42 @@ def test_b34_ids_out_of_vocabulary_are_refused_before_the_forward(batch, token_i
         assert f"{token_id} is not within 0..49" in error.message
     masked = start(9, [2], masked_token_ids=(token_id,))
     assert refused(batch, step([], starts=[masked])).reason == "TOKEN_OUT_OF_VOCABULARY"
+
+
+def drew(batch, computed, num_inputs, token_id, sequence_id=7):
+    """The batch has run a row of the sequence that ended with this draw."""
+    row = step([(sequence_id, 1, computed, [1] * num_inputs, 1)])
+    batch.remember_draws(row, np.array([token_id], np.int32))
+
+
+def test_a_step_goes_on_with_what_was_drawn_last(batch):
+    drew(batch, 0, 3, 41)
+    rows = [(7, 1, 3, [DRAWN_LAST], 1), (8, 4, 0, [4, 5], 1)]
+    assert batch.apply(step(rows)).input_ids.tolist() == [41, 4, 5]
+    assert batch.apply(step(rows[::-1])).input_ids.tolist() == [4, 5, 41]
+    drew(batch, 3, 1, 42)
+    assert batch.apply(step([(7, 1, 4, [DRAWN_LAST], 1)])).input_ids.tolist() == [42]
+
+
+def test_only_the_draw_of_that_very_position_is_gone_on_with(batch):
+    position_3 = step([(7, 1, 3, [DRAWN_LAST], 1)])
+    assert refused(batch, position_3).reason == "INVALID_BATCH"
+    drew(batch, 0, 2, 41)
+    assert "position 3" in refused(batch, position_3).message
+    drew(batch, 0, 3, 41)
+    for row in ((7, 1, 2, [1, DRAWN_LAST], 1), (8, 4, 3, [DRAWN_LAST], 1)):
+        assert refused(batch, step([row])).reason == "INVALID_BATCH"
+    batch.apply(step([], dropped=[7], starts=[start(7, [1])]))
+    assert refused(batch, position_3).reason == "INVALID_BATCH"
+    drew(batch, 0, 3, 41)
+    batch.clear()
+    batch.apply(step([], starts=[start(7, [1])]))
+    assert refused(batch, position_3).reason == "INVALID_BATCH"
+
+
+def test_several_draws_of_a_row_are_nobody_s_last(batch):
+    batch.remember_draws(step([(7, 1, 0, [1, 2, 3], 2)]), np.array([41, 42], np.int32))
+    assert refused(batch, step([(7, 1, 3, [DRAWN_LAST], 1)])).reason == "INVALID_BATCH"
 
 
 def test_b34_first_and_last_id_are_accepted(batch):

@@ -101,7 +101,7 @@ def test_info(worker, model_folders):
     assert (info.vocab_size, list(info.eos_token_ids)) == (97, [2])
     assert (info.attention_backend, info.device) == ("cpu", "cpu")
     assert info.batch_invariant
-    assert (info.max_inflight_steps, info.max_num_batched_tokens) == (1, 64)
+    assert (info.max_inflight_steps, info.max_num_batched_tokens) == (2, 64)
     geometry = info.geometry
     assert (geometry.num_blocks, geometry.block_size) == (32, 4)
     assert (geometry.max_model_len, geometry.kv_dtype) == (256, "float32")
@@ -201,7 +201,8 @@ def test_a_client_that_vanishes_frees_the_stream(worker):
         ("TABLE_VERSION_MISMATCH", {"rows": [(1, 2, 0, [5], 1)]}),
         ("UNKNOWN_SEQUENCE", {"rows": [(2, 1, 0, [5], 1)]}),
         ("TOKEN_OUT_OF_VOCABULARY", {"rows": [(1, 1, 0, [97], 1)]}),
-        ("TOKEN_OUT_OF_VOCABULARY", {"rows": [(1, 1, 0, [-1], 1)]}),
+        ("TOKEN_OUT_OF_VOCABULARY", {"rows": [(1, 1, 0, [-2], 1)]}),
+        ("INVALID_BATCH", {"rows": [(1, 1, 0, [-1], 1)]}),
         ("INVALID_BATCH", {"rows": [(1, 1, 0, [], 1)]}),
         ("INVALID_BATCH", {"ragged": True}),
         ("STEP_OUT_OF_ORDER", {"step_id": 1}),
