@@ -17,12 +17,16 @@ class WorkerMirror:
     def __init__(self) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._deltas: list[tuple[int, int, int, int]] = []
-        self._copies: list[tuple[int, int, int]] = []
+        # (the sequence each is for, source, destination); None: whichever holds the destination.
+        self._copies: list[tuple[int | None, int, int]] = []
         self._dropped: list[int] = []
 
     def take_pending_copies(self, copies: tuple[ops.PendingCopy, ...]) -> None:
-        """Copies that a former scheduler was told of and never sent on."""
-        self._copies.extend((c.sequence_id, c.src_block_id, c.dst_block_id) for c in copies)
+        """Copies that a former scheduler was told of and never sent on.
+
+        Several sequences may hold a destination by now.
+        """
+        self._copies.extend((None, c.src_block_id, c.dst_block_id) for c in copies)
 
     def take_deltas(self, result: ops.BatchResult) -> None:
         """Apply the table changes of a batch to the view."""
@@ -132,7 +136,9 @@ class WorkerMirror:
         )
         return step, rows
 
-    def _holds(self, sequence_id: int, block_id: int) -> bool:
+    def _holds(self, sequence_id: int | None, block_id: int) -> bool:
+        if sequence_id is None:
+            return any(_runs(s) and block_id in s.block_table for s in self.sequences.values())
         sequence = self.sequences.get(sequence_id)
         return sequence is not None and _runs(sequence) and block_id in sequence.block_table
 
