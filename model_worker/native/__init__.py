@@ -18,8 +18,11 @@ from functools import cache
 from pathlib import Path
 
 import platformdirs
+import structlog
 
 from model_worker.errors import NativeBuildError
+
+log = structlog.get_logger()
 
 FOLDER = Path(__file__).parent
 # -ffp-contract is GCC's default made plain: the same binary gives the same bits everywhere in it.
@@ -27,7 +30,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared"),
     *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra"),
 )
-BUILD_TIMEOUT_S = 180
+BUILD_TIMEOUT_S = 300
 
 
 @cache
@@ -72,6 +75,7 @@ def _processor() -> str:
 
 def _build(compiler: str, path: Path) -> None:
     """Compile aside and rename, so that two processes at once leave nothing half."""
+    log.info("compiling the kernels, once for this processor", compiler=compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name

@@ -82,7 +82,7 @@ class Reference:
 
 
 class Transformers:
-    """A model folder under plain `transformers`: float32, alone, one prompt at a time."""
+    """A model folder under plain `transformers`, float32."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -103,15 +103,28 @@ class Transformers:
 
     @lru_cache(maxsize=256)  # noqa: B019 (lives as long as the session)
     def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> Reference:
-        """`generate` without an end-of-sequence token, among the ids that the tokenizer has."""
+        """One prompt alone."""
+        return self.greedy_all([prompt], max_tokens)[0]
+
+    def greedy_all(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Reference]:
+        """`generate` without an end-of-sequence token, among the ids that the tokenizer has.
+
+        All prompts in one batch, padded on the left, which takes a fifth of the time that twelve
+        of them take one by one.
+        """
         import torch
 
+        longest = max(len(prompt) for prompt in prompts)
+        input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, longest - len(prompt) :] = 1
         padding = range(len(self.tokenizer), self._model.config.vocab_size)
-
         with torch.inference_mode():
             output = self._model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                input_ids,
+                attention_mask=attention_mask,
                 max_new_tokens=max_tokens,
                 do_sample=False,
                 eos_token_id=None,
@@ -120,8 +133,12 @@ class Transformers:
                 return_dict_in_generate=True,
                 output_scores=True,
             )
-        tops = [scores[0].topk(2).values for scores in output.scores]
-        return Reference(
-            tuple(output.sequences[0, len(prompt) :].tolist()),
-            tuple(float(top[0] - top[1]) for top in tops),
-        )
+        tops = torch.stack(output.scores, dim=1).topk(2).values
+        return [
+            Reference(tuple(token_ids), tuple(margins))
+            for token_ids, margins in zip(
+                output.sequences[:, longest:].tolist(),
+                (tops[..., 0] - tops[..., 1]).tolist(),
+                strict=True,
+            )
+        ]

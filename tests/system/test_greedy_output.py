@@ -41,7 +41,7 @@ def prompts(demo_reference: Transformers) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def references(demo_reference: Transformers, prompts: list[tuple[int, ...]]) -> list[Reference]:
-    return [demo_reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
+    return demo_reference.greedy_all(prompts, MAX_TOKENS)
 
 
 def check(answers: list[Generation], references: list[Reference], how: str) -> None:
