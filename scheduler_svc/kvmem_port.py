@@ -29,7 +29,7 @@ log = structlog.get_logger()
 WHO = "the KV memory service"
 BATCH_DEADLINE_S = 30.0
 # How long the session is tried to be resumed, and how.
-RESUME_FOR_S = 10.0
+RESUME_FOR_S = 3.0
 RESUME_ATTEMPT_S = 1.0
 RESUME_PAUSE_S = 0.02
 RESUME_PAUSE_MOST_S = 0.2

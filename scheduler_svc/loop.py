@@ -32,7 +32,7 @@ from scheduler_svc.takeover import machine_key, take_over, within_limits
 log = structlog.get_logger()
 
 RECONNECT_FIRST_S = 0.05
-RECONNECT_MOST_S = 1.0
+RECONNECT_MOST_S = 0.2
 # How often a standby asks whether the session has come free.
 STANDBY_POLL_S = 0.1
 DRAIN_POLL_S = 0.05
@@ -67,6 +67,8 @@ class Engine:
         self._open_text = open_text
         self._patience = patience or Patience()
         self._machine: Machine | None = None
+        # What detokenizes for a model, by its path.
+        self._text: tuple[str, Callable[[], TextStream]] | None = None
         self._callers = Callers(self._on_caller_gone)
         self._losing_patience: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,6 +192,10 @@ class Engine:
                 self._disconnect()
                 await on_ready(False)
                 await self._cancel_tasks()
+                if error.reason == "STALE_EPOCH":
+                    # Whoever has the newer epoch has the requests, also if the memory service,
+                    # which could say where, cannot be reached from here.
+                    self._stand_by("")
                 self._stop_losing_patience()
                 self._losing_patience = asyncio.create_task(self._lose_patience(error))
         finally:
@@ -245,10 +251,12 @@ class Engine:
 
     async def _connect(self, holder: Holder) -> None:
         needed = self._config.max_waiting + 2 * self._config.max_num_seqs
-        worker, connected = await take_over(
-            holder, self._kvmem, self._worker, self._begin_connection, needed
+        worker = await self._worker.describe()
+        open_text = await self._text_of(worker)
+        connected = await take_over(
+            holder, self._kvmem, self._worker, worker, self._begin_connection, needed
         )
-        machine = await self._machine_for(worker)
+        machine = self._machine_for(worker, open_text)
         assert self._lost is not None
         if self._lost.done():
             raise self._lost.result()
@@ -261,10 +269,19 @@ class Engine:
         self._lost = asyncio.get_running_loop().create_future()
         self._spawn(self._kvmem.watch())
 
-    async def _machine_for(self, worker: WorkerDescription) -> Machine:
+    async def _text_of(self, worker: WorkerDescription) -> Callable[[], TextStream]:
+        """Loaded before the session is asked for: that takes a while, and a scheduler that
+        stands by is not to begin with it when others wait for it to take over."""
+        if self._text is None or self._text[0] != worker.model_path:
+            open_text = await asyncio.to_thread(self._open_text, worker)
+            self._text = worker.model_path, open_text
+        return self._text[1]
+
+    def _machine_for(
+        self, worker: WorkerDescription, open_text: Callable[[], TextStream]
+    ) -> Machine:
         known = self.worker_description
         if self._machine is None or known is None or machine_key(known) != machine_key(worker):
-            open_text = await asyncio.to_thread(self._open_text, worker)
             config = within_limits(self._config, worker)
             self._callers.fail_all(
                 ServiceError("WORKER_LOST", "another model is served now", retry_after_ms=100)

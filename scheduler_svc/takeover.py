@@ -24,15 +24,15 @@ async def take_over(
     holder: Holder,
     kvmem: KvMemoryPort,
     worker: WorkerPort,
+    description: WorkerDescription,
     on_opened: Callable[[], None],
     num_sequences_needed: int,
-) -> tuple[WorkerDescription, events.Connected]:
+) -> events.Connected:
     """In the one order that leaves no moment with two writers. Raises PeerLostError.
 
     `on_opened`: the session is there, and must be kept alive from here on; the worker may take
     long to end the step that runs.
     """
-    description = await worker.describe()
     opened = await kvmem.open(holder, description)
     on_opened()
     installed = await worker.install()
@@ -55,7 +55,7 @@ async def take_over(
         num_adopted=len(adopted),
         num_retained=len(installed.retained),
     )
-    return description, events.Connected(
+    return events.Connected(
         next_batch_seq=opened.next_batch_seq,
         # What a former session was preparing, and has not begun, begins now.
         last_step_id=max(opened.last_step_id - 1, installed.last_step_id, 0),

@@ -80,9 +80,7 @@ class GrpcWorker:
         )
 
     async def execute(self, step: ops.Step, traceparent: str) -> ops.StepResult:
-        stream = self._stream
-        if stream is None:
-            self._stream = stream = self._stub.Execute()
+        stream = self._open_stream()
         message = convert.step_message(step, self._fence.fence, traceparent)
         try:
             async with asyncio.timeout(STEP_DEADLINE_S):
@@ -94,8 +92,31 @@ class GrpcWorker:
             raise lost("WORKER_LOST", WHO, error) from error
         return convert.step_result_of(reply)
 
+    def _open_stream(self) -> grpc.aio.StreamStreamCall:
+        stream = self._stream
+        if stream is None:
+            self._stream = stream = self._stub.Execute()
+        return stream
+
     async def watch(self) -> None:
-        await watch_health(self._channel, "WORKER_LOST", WHO)
+        """Raises what the worker ends the stream with as well, while nobody reads from it: so
+        a scheduler that waits for the memory service hears that another one has taken over."""
+        stream = self._open_stream()
+        ended = asyncio.Event()
+        stream.add_done_callback(lambda _: ended.set())
+        health = asyncio.create_task(watch_health(self._channel, "WORKER_LOST", WHO))
+        ending = asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait({health, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if health.done():
+                health.result()
+            async with self._reading:
+                await read(stream, "WORKER_LOST", WHO)
+        except (*STREAM_FAILURES, PeerLostError) as error:
+            raise lost("WORKER_LOST", WHO, error) from error
+        finally:
+            health.cancel()
+            ending.cancel()
 
     async def close(self) -> None:
         await self._channel.close()

@@ -25,7 +25,7 @@ class LeaseTimes:
 
     lease_ttl_ms: int = 3_000
     resume_grace_ms: int = 500
-    recovery_grace_ms: int = 3_000
+    recovery_grace_ms: int = 1_000
     orphan_ttl_ms: int = 60_000
     result_ttl_ms: int = 300_000
 

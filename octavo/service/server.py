@@ -28,9 +28,11 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # The same for pings of every other kind, which a dead peer would be given a minute for.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # A peer that was restarted is found again soon after it listens. The minimum is not a pause:
+    # it is what a connection attempt that is not refused may take.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
