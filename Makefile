@@ -12,7 +12,7 @@ TORCH_ARGS ?=
 EXTRAS     ?= cpu,dev
 PIP        := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test env lint types contracts drift unit model bench sim sim-mutants kernels kernels-all gpu-check gpu-bench protos docs clean
+.PHONY: help demo test env lint types contracts drift unit model bench chaos sim sim-mutants kernels kernels-all gpu-check gpu-bench protos docs clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,10 @@ model: env ## Fetch and convert the demo model (once)
 bench: env model ## The quick benchmarks; each ends with one JSON line
 	$(BIN)/python -m benchmarks.kvmem --quick
 	$(BIN)/python -m benchmarks.serve --quick
+
+MINUTES ?= 3
+chaos: env model ## Kill, pause and cut everything under load for MINUTES=3; the last line is JSON
+	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES)
 
 sim: env ## Simulate 200 seeds: the real cores in virtual time, with faults
 	$(BIN)/python -m simulator

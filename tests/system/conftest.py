@@ -8,14 +8,16 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo import Generation
 from tests.system.models import TINY_WORKER, Transformers, save_tiny_llama
 from tests.system.stack import RUNNING, Stack
+from tests.system.survival import LEASE_TTL_MS, MAX_TOKENS, Shape, shapes, undisturbed
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,6 +56,26 @@ def small(tiny_model: Path) -> Iterator[Stack]:
         scheduler=("--max-num-seqs=16", "--max-waiting=64"),
     ) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def mortal(tiny_model: Path) -> Iterator[Stack]:
+    """The tiny model, with all that is needed to survive, and to make that hard."""
+    with Stack(
+        model=tiny_model,
+        num_blocks=640,
+        worker=TINY_WORKER,
+        kvmem=(f"--lease-ttl-ms={LEASE_TTL_MS}",),
+        journal=True,
+        proxies=True,
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def expected(mortal: Stack) -> Mapping[Shape, Generation]:
+    """What each kind of request answers when it is alone and nothing happens."""
+    return undisturbed(mortal, shapes(8, MAX_TOKENS))
 
 
 @pytest.fixture(scope="session")
