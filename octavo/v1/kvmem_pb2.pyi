@@ -19,6 +19,7 @@ class OpStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OP_STATUS_UNKNOWN_REQUEST: _ClassVar[OpStatus]
     OP_STATUS_INVALID_STATE: _ClassVar[OpStatus]
     OP_STATUS_INVALID_ARGUMENT: _ClassVar[OpStatus]
+    OP_STATUS_TENANT_QUOTA: _ClassVar[OpStatus]
 
 class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,6 +36,7 @@ OP_STATUS_UNKNOWN_SEQUENCE: OpStatus
 OP_STATUS_UNKNOWN_REQUEST: OpStatus
 OP_STATUS_INVALID_STATE: OpStatus
 OP_STATUS_INVALID_ARGUMENT: OpStatus
+OP_STATUS_TENANT_QUOTA: OpStatus
 SEQUENCE_STATUS_UNSPECIFIED: SequenceStatus
 SEQUENCE_STATUS_WAITING: SequenceStatus
 SEQUENCE_STATUS_RUNNING: SequenceStatus
@@ -221,7 +223,7 @@ class Op(_message.Message):
     def __init__(self, arrive: _Optional[_Union[Arrive, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ...) -> None: ...
 
 class Arrive(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent", "candidates")
+    __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent", "candidates", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +232,7 @@ class Arrive(_message.Message):
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_candidates: int
@@ -238,7 +241,8 @@ class Arrive(_message.Message):
     request_digest: bytes
     traceparent: str
     candidates: _containers.RepeatedCompositeFieldContainer[ArrivingCandidate]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_candidates: _Optional[int] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[ArrivingCandidate, _Mapping]]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., num_candidates: _Optional[int] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[ArrivingCandidate, _Mapping]]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ArrivingCandidate(_message.Message):
     __slots__ = ("candidate", "output_token_ids", "finish_reason", "scheduler_state")
@@ -259,16 +263,18 @@ class Admit(_message.Message):
     def __init__(self, members: _Optional[_Iterable[_Union[AdmitMember, _Mapping]]] = ...) -> None: ...
 
 class AdmitMember(_message.Message):
-    __slots__ = ("sequence_id", "num_slots", "share_from", "num_shared_blocks")
+    __slots__ = ("sequence_id", "num_slots", "share_from", "num_shared_blocks", "use_prefix_cache")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SHARE_FROM_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USE_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_slots: int
     share_from: int
     num_shared_blocks: int
-    def __init__(self, sequence_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., share_from: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ...) -> None: ...
+    use_prefix_cache: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., share_from: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., use_prefix_cache: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("sequence_ids", "num_tokens", "token_ids", "num_computed_tokens", "states", "state_words")
@@ -377,14 +383,16 @@ class Admitted(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[SequenceTable, _Mapping]]] = ...) -> None: ...
 
 class SequenceTable(_message.Message):
-    __slots__ = ("sequence_id", "block_ids", "table_version")
+    __slots__ = ("sequence_id", "block_ids", "table_version", "num_computed_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     block_ids: bytes
     table_version: int
-    def __init__(self, sequence_id: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ...) -> None: ...
+    num_computed_tokens: int
+    def __init__(self, sequence_id: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class Forked(_message.Message):
     __slots__ = ("child_sequence_ids", "block_ids", "table_version")
@@ -397,10 +405,12 @@ class Forked(_message.Message):
     def __init__(self, child_sequence_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., table_version: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("failed_groups",)
+    __slots__ = ("failed_groups", "quota_groups")
     FAILED_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_GROUPS_FIELD_NUMBER: _ClassVar[int]
     failed_groups: bytes
-    def __init__(self, failed_groups: _Optional[bytes] = ...) -> None: ...
+    quota_groups: bytes
+    def __init__(self, failed_groups: _Optional[bytes] = ..., quota_groups: _Optional[bytes] = ...) -> None: ...
 
 class BatchResult(_message.Message):
     __slots__ = ("batch_seq", "results", "deltas", "copies", "levels")
@@ -465,7 +475,7 @@ class GetPoolStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy")
+    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy", "num_prefix_lookups", "num_prefix_hits", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_published", "num_evictions", "num_pins", "prefix_cache_enabled", "num_tenants")
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +497,15 @@ class PoolStats(_message.Message):
     NUM_EXPIRED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_COPIES_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_ENABLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
     geometry: _types_pb2.PoolGeometry
     levels: _types_pb2.PoolLevels
     num_requests: int
@@ -508,7 +527,68 @@ class PoolStats(_message.Message):
     num_expired_requests: int
     num_pending_copies: int
     journal_healthy: bool
-    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ...) -> None: ...
+    num_prefix_lookups: int
+    num_prefix_hits: int
+    num_prefix_lookup_tokens: int
+    num_prefix_hit_tokens: int
+    num_published: int
+    num_evictions: int
+    num_pins: int
+    prefix_cache_enabled: bool
+    num_tenants: int
+    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ..., num_prefix_lookups: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_published: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_pins: _Optional[int] = ..., prefix_cache_enabled: _Optional[bool] = ..., num_tenants: _Optional[int] = ...) -> None: ...
+
+class MatchPrefixRequest(_message.Message):
+    __slots__ = ("tenant", "cache_salt", "token_ids")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    cache_salt: str
+    token_ids: bytes
+    def __init__(self, tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class MatchPrefixReply(_message.Message):
+    __slots__ = ("num_cached_tokens",)
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("fence", "tenant", "cache_salt", "token_ids", "ttl_ms", "is_public")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    tenant: str
+    cache_salt: str
+    token_ids: bytes
+    ttl_ms: int
+    is_public: bool
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., is_public: _Optional[bool] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("pin_id", "num_pinned_tokens")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    num_pinned_tokens: int
+    def __init__(self, pin_id: _Optional[int] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("fence", "pin_id")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    fence: _types_pb2.Fence
+    pin_id: int
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., pin_id: _Optional[int] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

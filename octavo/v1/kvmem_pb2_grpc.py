@@ -74,6 +74,21 @@ class KvMemoryStub:
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.GetPoolStatsRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_kvmem__pb2.PoolStats.FromString,
                 _registered_method=True)
+        self.MatchPrefix = channel.unary_unary(
+                '/octavo.v1.KvMemory/MatchPrefix',
+                request_serializer=octavo_dot_v1_dot_kvmem__pb2.MatchPrefixRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_kvmem__pb2.MatchPrefixReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/octavo.v1.KvMemory/Pin',
+                request_serializer=octavo_dot_v1_dot_kvmem__pb2.PinRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_kvmem__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/octavo.v1.KvMemory/Unpin',
+                request_serializer=octavo_dot_v1_dot_kvmem__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_kvmem__pb2.UnpinReply.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/octavo.v1.KvMemory/WatchEvents',
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.WatchEventsRequest.SerializeToString,
@@ -144,6 +159,26 @@ class KvMemoryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchPrefix(self, request, context):
+        """How much of a prefix is in the cache. Changes and holds nothing: Admit and Pin hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Holds what is cached of a prefix, so that it is not evicted, until Unpin or for ttl_ms.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """A snapshot of all block tables, then every applied batch with its result. Another
         snapshot follows whenever a session or a pool begins: what came before is void.
@@ -194,6 +229,21 @@ def add_KvMemoryServicer_to_server(servicer, server):
                     servicer.GetPoolStats,
                     request_deserializer=octavo_dot_v1_dot_kvmem__pb2.GetPoolStatsRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_kvmem__pb2.PoolStats.SerializeToString,
+            ),
+            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchPrefix,
+                    request_deserializer=octavo_dot_v1_dot_kvmem__pb2.MatchPrefixRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_kvmem__pb2.MatchPrefixReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=octavo_dot_v1_dot_kvmem__pb2.PinRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_kvmem__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=octavo_dot_v1_dot_kvmem__pb2.UnpinRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_kvmem__pb2.UnpinReply.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -417,6 +467,87 @@ class KvMemory:
             '/octavo.v1.KvMemory/GetPoolStats',
             octavo_dot_v1_dot_kvmem__pb2.GetPoolStatsRequest.SerializeToString,
             octavo_dot_v1_dot_kvmem__pb2.PoolStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MatchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.KvMemory/MatchPrefix',
+            octavo_dot_v1_dot_kvmem__pb2.MatchPrefixRequest.SerializeToString,
+            octavo_dot_v1_dot_kvmem__pb2.MatchPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.KvMemory/Pin',
+            octavo_dot_v1_dot_kvmem__pb2.PinRequest.SerializeToString,
+            octavo_dot_v1_dot_kvmem__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.KvMemory/Unpin',
+            octavo_dot_v1_dot_kvmem__pb2.UnpinRequest.SerializeToString,
+            octavo_dot_v1_dot_kvmem__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,
