@@ -64,6 +64,8 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         self.retained: deque[RetainedStep] = deque(maxlen=MAX_INFLIGHT_STEPS)
         # Monotonic time at which the step that runs now began; None between steps.
         self.step_began_s: float | None = None
+        # Steps of the newest session that may repeat what was executed for the one before.
+        self._num_watched_steps = 0
         self._model_thread = model_thread
         self._telemetry = telemetry
         self._runner: ModelRunner | None = None
@@ -192,6 +194,10 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         """On the model thread: execute `step`, unless a newer session has come in between."""
         if self.fencing.begin_step(fence, step.step_id):
             runner.forget_sequences()
+            self._num_watched_steps = MAX_INFLIGHT_STEPS
+        if self._num_watched_steps and step.sequence_ids.size:
+            self._num_watched_steps -= 1
+            self._watch_for_repetition(fence, step)
         self.step_began_s = time.monotonic()
         try:
             output = runner.execute(step)
@@ -201,6 +207,14 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         if step.sequence_ids.size:  # else an adopter's first, empty step would push them out
             self.retained.append(RetainedStep.of(fence.kvmem_boot_id, step, output))
         return output
+
+    def _watch_for_repetition(self, fence: Fence, step: StepInput) -> None:
+        """What a takeover costs: a step whose results were handed over need not run again."""
+        if any(
+            done.kvmem_boot_id == fence.kvmem_boot_id and done.is_repeated_by(step)
+            for done in self.retained
+        ):
+            log.warning("step executed again", step_id=step.step_id)
 
 
 async def _next_request(

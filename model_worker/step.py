@@ -149,3 +149,9 @@ class RetainedStep:
             step.num_samples,
             output,
         )
+
+    def is_repeated_by(self, step: StepInput) -> bool:
+        """Whether `step` computes again what this one has: a row's sequence at its position."""
+        mine = set(zip(self.sequence_ids.tolist(), self.num_computed_tokens.tolist(), strict=True))
+        rows = zip(step.sequence_ids.tolist(), step.num_computed_tokens.tolist(), strict=True)
+        return any(row in mine for row in rows)

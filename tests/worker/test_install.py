@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
 from octavo.service.columns import I32, U64, unpack
 from octavo.v1 import types_pb2, worker_pb2
@@ -259,5 +260,20 @@ def test_a_stream_may_go_on_under_a_newer_epoch(on_stage):
         call, _ = await open_stream(stage, stage.one_token(1, 1))
         await call.write(stage.one_token(2, 2))
         assert (await call.read()).step_id == 2
+
+    on_stage(act)
+
+
+@pytest.mark.parametrize(("num_computed", "is_repeated"), [(0, True), (1, False)])
+def test_a_step_that_a_takeover_has_executed_again_is_noted(on_stage, num_computed, is_repeated):
+    async def act(stage: Stage) -> None:
+        await open_stream(stage, stage.one_token(1, 1))
+        await install(stage, stage.fence(2))
+        rows = [(1, 1, num_computed, [5], 1)]
+        message = request(stage.fence(2), 2, rows, starts=[start(1, [0])])
+        with capture_logs() as said:
+            await open_stream(stage, message)
+        again = [line["step_id"] for line in said if line["event"] == "step executed again"]
+        assert again == ([2] if is_repeated else [])
 
     on_stage(act)
