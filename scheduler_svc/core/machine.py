@@ -188,10 +188,9 @@ class Machine:
         fresh = SequenceGroup(group.request, group.arrived_at_s)
         fresh.take_times(group)
         self.groups[group.request.request_id] = fresh
-        # Only a group that was never acknowledged has a caller who waits to hear of it.
         is_new = group.status is GroupStatus.ARRIVING
         candidates = group.arriving if is_new else adoption.remembered(group)
-        self._arrive(fresh, stepper, candidates, tell=is_new)
+        self._arrive(fresh, stepper, candidates)
 
     # ---- requests ----
 
@@ -256,22 +255,17 @@ class Machine:
         self.groups[request.request_id] = group
         self._recipients.attach(request.request_id, event.received)
         candidates = adoption.received_candidates(request, event.received)
-        self._arrive(group, stepper, candidates, tell=True)
+        self._arrive(group, stepper, candidates)
 
     def _arrive(
-        self,
-        group: SequenceGroup,
-        stepper: Stepper,
-        candidates: tuple[ArrivingCandidate, ...],
-        *,
-        tell: bool,
+        self, group: SequenceGroup, stepper: Stepper, candidates: tuple[ArrivingCandidate, ...]
     ) -> None:
-        """Enter the group. `tell`: its caller waits to hear that its record is safe."""
+        """Enter the group. Whoever is attached by then hears that its record is safe."""
         group.arriving = candidates
         arrive, sequences = adoption.entering(group, candidates, self._make_checker)
 
         def on_result(result: ops.OpResult) -> None:
-            if self._on_arrive_result(group, result, tell=tell):
+            if self._on_arrive_result(group, result):
                 sequence_ids = result.candidate_sequence_ids or (result.sequence_id,)
                 for sequence, sequence_id in zip(sequences, sequence_ids, strict=True):
                     sequence.sequence_id = sequence_id
@@ -281,7 +275,7 @@ class Machine:
 
         stepper.outbox.add(arrive, on_result)
 
-    def _on_arrive_result(self, group: SequenceGroup, result: ops.OpResult, *, tell: bool) -> bool:
+    def _on_arrive_result(self, group: SequenceGroup, result: ops.OpResult) -> bool:
         """Whether the group is entered."""
         request_id = group.request.request_id
         if result.status is not ops.OpStatus.OK:
@@ -296,7 +290,7 @@ class Machine:
             return False
         group.arrival_number = result.arrival_number
         group.move_to(GroupStatus.WAITING)
-        if tell and not self._is_unwanted(request_id):
+        if request_id in self._recipients:
             self._accept(request_id)
         return True
 

@@ -368,7 +368,10 @@ class Stepper:
         ]
         if not needy or self._levels.num_free_blocks < 2 * len(needy) + self._num_running():
             return
-        slots = [sequence.num_scheduled_tokens + LOOKAHEAD_TOKENS for sequence in needy]
+        slots = [
+            min(sequence.num_scheduled_tokens + LOOKAHEAD_TOKENS, _num_slots_at_end(sequence))
+            for sequence in needy
+        ]
         self.outbox.add(
             ops.Reserve(
                 np.array([sequence.sequence_id for sequence in needy], np.uint64),
@@ -393,8 +396,8 @@ class Stepper:
         if not group.forked or sequence.num_computed_tokens < num_prompt_tokens:
             return False
         left = sequence.num_writable_slots - sequence.num_scheduled_tokens
-        end = num_prompt_tokens + group.request.params.max_tokens - 1
-        return 0 < left < LOOKAHEAD_TOKENS and sequence.num_writable_slots < end
+        ends_later = sequence.num_writable_slots < _num_slots_at_end(sequence)
+        return 0 < left < LOOKAHEAD_TOKENS and ends_later
 
     def _on_topped_up(self, sequences: list[Sequence], result: ops.OpResult) -> None:
         assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
@@ -408,6 +411,12 @@ def _links(rows: list[Row]) -> tuple[str, ...]:
     """Trace contexts of the requests that have rows."""
     traceparents = (row.sequence.group.request.traceparent for row in rows)
     return tuple(dict.fromkeys(filter(None, traceparents)))
+
+
+def _num_slots_at_end(sequence: Sequence) -> int:
+    """Slots it can need; the model's length has room for them. The last token has none."""
+    request = sequence.group.request
+    return len(request.prompt_token_ids) + request.params.max_tokens - 1
 
 
 def _standing(sequence: Sequence) -> tuple[Sequence, int, float]:

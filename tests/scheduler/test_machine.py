@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core import ops
 from scheduler_svc.core.machine import SchedulerConfig
 from scheduler_svc.core.stopping import FinishReason
 from tests.scheduler.world import EOS, World, solo_run
@@ -201,6 +202,23 @@ def test_a_prefix_that_is_being_computed_is_not_copied() -> None:
         preemptions += world.preemptions
         world.assert_empty()
     assert preemptions
+
+
+def test_no_slots_are_asked_for_beyond_the_end() -> None:
+    """The model's length may leave no room for them."""
+    world = World(num_blocks=30)
+    caller = world.arrive("a", prompt(5), max_tokens=13, seed=1, ignore_eos=True)
+    asked = []
+    while world.batch is not None or world.step is not None:
+        if world.batch is not None:
+            for op in world.batch.ops:
+                if isinstance(op, ops.Reserve):
+                    asked.extend(op.num_slots.tolist())
+            world.finish_batch()
+        else:
+            world.finish_step()
+    world.assert_right(caller)
+    assert max(asked) == 5 + 13 - 1
 
 
 def test_a_copy_of_a_preempted_sequence_is_not_made() -> None:

@@ -155,6 +155,20 @@ def test_a_result_waits_for_its_caller() -> None:
     check(world)
 
 
+def test_a_caller_comes_back_while_its_request_is_entered_again() -> None:
+    """The memory service has lost everything, and has yet to say that it has the request."""
+    world = World(num_blocks=60)
+    some_requests(world)
+    advance(world, 12)
+    for name in world.callers:
+        world.detach(name)
+    kvmem_without_its_journal(world)
+    assert world.batch is not None
+    for name in world.callers:
+        world.come_back(name)
+    check(world)
+
+
 def test_the_last_attacher_wins() -> None:
     world = World(num_blocks=60)
     some_requests(world)
