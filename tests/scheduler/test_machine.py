@@ -206,8 +206,8 @@ def test_a_prefix_that_is_being_computed_is_not_copied() -> None:
 
 def test_no_slots_are_asked_for_beyond_the_end() -> None:
     """The model's length may leave no room for them."""
-    world = World(num_blocks=30)
-    caller = world.arrive("a", prompt(5), max_tokens=13, seed=1, ignore_eos=True)
+    world = World(num_blocks=30, block_size=3)
+    caller = world.arrive("a", prompt(4), max_tokens=7, seed=1, ignore_eos=True)
     asked = []
     while world.batch is not None or world.step is not None:
         if world.batch is not None:
@@ -218,7 +218,7 @@ def test_no_slots_are_asked_for_beyond_the_end() -> None:
         else:
             world.finish_step()
     world.assert_right(caller)
-    assert max(asked) == 5 + 13 - 1
+    assert max(asked) == 4 + 7 - 1
 
 
 def test_a_copy_of_a_preempted_sequence_is_not_made() -> None:
