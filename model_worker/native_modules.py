@@ -33,23 +33,25 @@ class NativeRmsNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(weight.detach().contiguous(), requires_grad=False)
         self.epsilon = epsilon
+        self._normalize = _library().octavo_rms_norm
+        self._weight_at = self.weight.data_ptr()
+        self._dtype, self._width = weight.dtype, weight.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., width] of the weight's dtype."""
-        assert x.dtype == self.weight.dtype, x.dtype
-        width = self.weight.shape[0]
-        rows = x.reshape(-1, width)
+        assert x.dtype == self._dtype, x.dtype
+        rows = x.reshape(-1, self._width)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        _library().octavo_rms_norm(
+        out = torch.empty(rows.shape, dtype=self._dtype)
+        self._normalize(
             rows.data_ptr(),
             rows.stride(0),
-            self.weight.data_ptr(),
-            x.dtype == torch.bfloat16,
+            self._weight_at,
+            self._dtype == torch.bfloat16,
             out.data_ptr(),
             rows.shape[0],
-            width,
+            self._width,
             self.epsilon,
             torch.get_num_threads(),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +25,27 @@ class _Problem(ctypes.Structure):
     """`Problem` of paged_attention.cpp, field by field."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "query", "out")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key", "value", "query", "out")),
         *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens")),
+        ("slot_mapping", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_stride", "block_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, ctypes.c_int32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
         *((name, ctypes.c_int32) for name in ("head_dim", "block_size", "sliding_window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-        ("num_threads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_threads", "kv_is_bfloat16")),
+        ("query_is_bfloat16", ctypes.c_int32),
     ]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Columns of the batch, kept alive for as long as pointers to them are about."""
+    """A step's problem without its layer, and the columns it points to, kept alive with it."""
 
-    block_tables: npt.NDArray[np.int32]
-    query_starts: npt.NDArray[np.int32]
-    context_lens: npt.NDArray[np.int32]
-    slot_mapping: npt.NDArray[np.int64]
-    block_size: int
+    problem: _Problem
+    columns: tuple[npt.NDArray[Any], ...]
 
 
 class CpuAttention:
@@ -56,8 +57,9 @@ class CpuAttention:
 
     def __init__(self) -> None:
         """Builds the library on first use. Raises NativeBuildError."""
-        self._library = load_library()
-        self._library.octavo_write_slots.restype = None
+        self._attend = load_library().octavo_paged_attention
+        self._attend.argtypes = [ctypes.c_void_p]
+        self._attend.restype = ctypes.c_int
 
     def check(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
         del block_size
@@ -76,13 +78,21 @@ class CpuAttention:
     def plan(self, batch: AttentionBatch, block_size: int, device: torch.device) -> Plan:
         if device.type != "cpu":
             raise UnsupportedModelError(f"cpu attention cannot run on {device}")
-        return Plan(
-            np.ascontiguousarray(batch.block_tables, np.int32),
-            np.ascontiguousarray(batch.query_starts, np.int32),
-            np.ascontiguousarray(batch.context_lens, np.int32),
-            np.ascontiguousarray(batch.slot_mapping, np.int64),
-            block_size,
+        block_tables = np.ascontiguousarray(batch.block_tables, np.int32)
+        query_starts = np.ascontiguousarray(batch.query_starts, np.int32)
+        context_lens = np.ascontiguousarray(batch.context_lens, np.int32)
+        slot_mapping = np.ascontiguousarray(batch.slot_mapping, np.int64)
+        problem = _Problem(
+            block_tables=block_tables.ctypes.data,
+            query_starts=query_starts.ctypes.data,
+            context_lens=context_lens.ctypes.data,
+            slot_mapping=slot_mapping.ctypes.data,
+            table_stride=block_tables.shape[1],
+            num_sequences=len(context_lens),
+            block_size=block_size,
+            num_threads=torch.get_num_threads(),
         )
+        return Plan(problem, (block_tables, query_starts, context_lens, slot_mapping))
 
     def forward(
         self,
@@ -92,62 +102,31 @@ class CpuAttention:
         value: torch.Tensor,
         plan: Plan,
     ) -> torch.Tensor:
-        self._write(layer.keys, key, plan)
-        self._write(layer.values, value, plan)
-        return self._attend(layer, query, plan).to(query.dtype)
-
-    def _write(self, pool: torch.Tensor, source: torch.Tensor, plan: Plan) -> None:
-        source = source.to(pool.dtype)
-        if source.stride(2) != 1:
-            source = source.contiguous()
-        size = pool.element_size()
-        num_tokens, num_kv_heads, head_dim = source.shape
-        self._library.octavo_write_slots(
-            ctypes.c_void_p(source.data_ptr()),
-            ctypes.c_int64(source.stride(0) * size),
-            ctypes.c_int64(source.stride(1) * size),
-            ctypes.c_void_p(pool.data_ptr()),
-            ctypes.c_int64(pool.stride(0) * size),
-            ctypes.c_int64(pool.stride(1) * size),
-            ctypes.c_int64(head_dim * size),
-            ctypes.c_int32(plan.block_size),
-            ctypes.c_void_p(plan.slot_mapping.ctypes.data),
-            ctypes.c_int32(num_tokens),
-            ctypes.c_int32(num_kv_heads),
-        )
-
-    def _attend(self, layer: LayerKv, query: torch.Tensor, plan: Plan) -> torch.Tensor:
-        spec = layer.spec
-        # Held in a name while the kernel has its address.
-        query = query.float()
-        if query.stride(2) != 1:
-            query = query.contiguous()
-        out = torch.empty((query.shape[0], spec.num_heads, spec.head_dim), dtype=torch.float32)
-        problem = _Problem(
-            keys=layer.keys.data_ptr(),
-            values=layer.values.data_ptr(),
-            query=query.data_ptr(),
-            out=out.data_ptr(),
-            block_tables=plan.block_tables.ctypes.data,
-            query_starts=plan.query_starts.ctypes.data,
-            context_lens=plan.context_lens.ctypes.data,
-            table_stride=plan.block_tables.shape[1],
-            block_stride=layer.keys.stride(0),
-            head_stride=layer.keys.stride(1),
-            query_token_stride=query.stride(0),
-            query_head_stride=query.stride(1),
-            num_sequences=len(plan.context_lens),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=plan.block_size,
-            sliding_window=spec.sliding_window or 0,
-            scaling=spec.scaling,
-            softcap=spec.softcap or 0.0,
-            num_threads=torch.get_num_threads(),
-        )
-        failed = self._library.octavo_paged_attention(
-            ctypes.byref(problem), ctypes.c_int(layer.keys.dtype == torch.bfloat16)
-        )
+        # All held in names of their own while the kernel has their addresses.
+        dtype = query.dtype
+        query = _rows(query, dtype if dtype in KV_DTYPES else torch.float32)
+        key, value = _rows(key, layer.keys.dtype), _rows(value, layer.values.dtype)
+        spec, problem = layer.spec, plan.problem
+        out = torch.empty((query.shape[0], spec.num_heads, spec.head_dim), dtype=query.dtype)
+        problem.keys, problem.values = layer.keys.data_ptr(), layer.values.data_ptr()
+        problem.block_stride, problem.head_stride, _, _ = layer.keys.stride()
+        problem.key, problem.value = key.data_ptr(), value.data_ptr()
+        problem.query, problem.out = query.data_ptr(), out.data_ptr()
+        problem.key_token_stride, problem.key_head_stride, _ = key.stride()
+        problem.value_token_stride, problem.value_head_stride, _ = value.stride()
+        problem.query_token_stride, problem.query_head_stride, _ = query.stride()
+        problem.num_heads, problem.num_kv_heads = spec.num_heads, spec.num_kv_heads
+        problem.head_dim, problem.sliding_window = spec.head_dim, spec.sliding_window or 0
+        problem.scaling, problem.softcap = spec.scaling, spec.softcap or 0.0
+        problem.kv_is_bfloat16 = layer.keys.dtype == torch.bfloat16
+        problem.query_is_bfloat16 = query.dtype == torch.bfloat16
+        failed = self._attend(ctypes.byref(problem))
         assert not failed, f"no variant for heads of {spec.head_dim}"
-        return out
+        return out if out.dtype == dtype else out.to(dtype)
+
+
+def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor`, [tokens, heads, head_dim], as `dtype` and with each row in one piece."""
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -2,8 +2,10 @@
 // that share it.
 //
 // Layout   keys, values: [num_blocks, num_kv_heads, block_size, head_dim], float or bfloat16.
-//          query: [num_tokens, num_heads, head_dim], float, rows of head_dim contiguous.
-//          out:   the same shape, float, contiguous.
+//          key, value: [num_tokens, num_kv_heads, head_dim] of the same type, rows contiguous:
+//          what the step adds, written to its slots before anything is read.
+//          query: [num_tokens, num_heads, head_dim], float or bfloat16, rows contiguous.
+//          out:   the same shape and type, contiguous.
 // Work     one item per (sequence, partition of the context, tile of query rows, KV heads). A
 //          partition is PARTITION tokens from a fixed position of the context on. An item of one
 //          row takes all KV heads when there are items enough for the threads: a block's heads
@@ -38,18 +40,25 @@ constexpr int ITEMS_PER_THREAD = 4;  // below that, heads are shared out too
 constexpr int heads_at_once(int vectors) { return vectors <= 4 ? 4 : vectors <= 8 ? 2 : 1; }
 
 struct Problem {
-  const void* keys;
-  const void* values;
-  const float* query;
-  float* out;
+  void* keys;
+  void* values;
+  const void* key;
+  const void* value;
+  const void* query;
+  void* out;
   const int32_t* block_tables;  // [num_sequences, table_stride]
   const int32_t* query_starts;  // [num_sequences + 1]
   const int32_t* context_lens;  // [num_sequences]
+  const int64_t* slot_mapping;  // [num_tokens]
   int64_t table_stride;
   int64_t block_stride;  // elements between blocks
   int64_t head_stride;   // elements between the KV heads of a block
   int64_t query_token_stride;
   int64_t query_head_stride;
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
   int32_t num_sequences;
   int32_t num_heads;
   int32_t num_kv_heads;
@@ -59,6 +68,8 @@ struct Problem {
   float scaling;
   float softcap;  // 0: none
   int32_t num_threads;
+  int32_t kv_is_bfloat16;
+  int32_t query_is_bfloat16;
 };
 
 // The rows that will be read when this many more have been: no hardware prefetcher can guess
@@ -192,12 +203,13 @@ class Row {
         query(scratch.query.data()),
         scores(scratch.scores.data()) {}
 
-  void reduce(const float* plain_query, int first, int last, float* maxima, float* sums,
+  // query_at: where in p.query the row's first head of the item begins.
+  void reduce(int64_t query_at, int first, int last, float* maxima, float* sums,
               float* accumulators) {
     const KV* keys = static_cast<const KV*>(p.keys) + item.first_kv_head * p.head_stride;
     const KV* values = static_cast<const KV*>(p.values) + item.first_kv_head * p.head_stride;
     const int num_heads = item.num_kv_heads * group;
-    scale(plain_query, num_heads);
+    scale(query_at, num_heads);
     for_runs(keys, first, last, at(values, first),
              [&](int offset, int count, const KV* run, const KV* next) {
                each_group([&](auto heads, int kv_head, int head) {
@@ -255,10 +267,16 @@ class Row {
       }
   }
 
-  void scale(const float* plain, int num_heads) {
+  // The item's heads of the query that begins `from` elements into p.query.
+  void scale(int64_t from, int num_heads) {
     for (int head = 0; head < num_heads; ++head) {
+      const int64_t start = from + head * p.query_head_stride;
       vf row[VECTORS];
-      load_row(plain + head * p.query_head_stride, row);
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; ++v)
+        row[v] = p.query_is_bfloat16
+                     ? load(static_cast<const uint16_t*>(p.query) + start + v * LANES)
+                     : load(static_cast<const float*>(p.query) + start + v * LANES);
 #pragma GCC unroll 16
       for (int v = 0; v < VECTORS; ++v) row[v] *= p.scaling;
       arrange<KV>(row);
@@ -285,10 +303,9 @@ void run_item(const Problem& p, const Item& item, Partials& partials, Scratch& s
     const int64_t token = p.query_starts[item.sequence] + row;
     const int64_t part = partials.start[token] + item.partition - window.first / PARTITION;
     const int64_t slot = part * p.num_heads + first_head;
-    const float* query =
-        p.query + token * p.query_token_stride + first_head * p.query_head_stride;
+    const int64_t query_at = token * p.query_token_stride + first_head * p.query_head_stride;
     Row<VECTORS, KV>(p, item, scratch)
-        .reduce(query, first, last, &partials.maxima[slot], &partials.sums[slot],
+        .reduce(query_at, first, last, &partials.maxima[slot], &partials.sums[slot],
                 &partials.accumulators[slot * p.head_dim]);
   }
 }
@@ -314,7 +331,13 @@ void merge_row(const Problem& p, const Partials& partials, int64_t token) {
     }
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) out[v] /= total;
-    store_arranged<KV>(p.out + (token * p.num_heads + head) * p.head_dim, out);
+    alignas(64) float plain[VECTORS * LANES];
+    store_arranged<KV>(plain, out);
+    const int64_t at = (token * p.num_heads + head) * p.head_dim;
+    if (p.query_is_bfloat16)
+      narrow(plain, static_cast<uint16_t*>(p.out) + at, p.head_dim);
+    else
+      narrow(plain, static_cast<float*>(p.out) + at, p.head_dim);
   }
 }
 
@@ -399,27 +422,33 @@ int dispatch(const Problem& p) {
   return 1;
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0, or 1 when there is no variant for the head size. kv_is_bfloat16: else float.
-int octavo_paged_attention(const Problem* problem, int kv_is_bfloat16) {
-  return kv_is_bfloat16 ? dispatch<uint16_t>(*problem) : dispatch<float>(*problem);
-}
-
-// Write the keys or the values of num_tokens tokens into their slots; strides in bytes, one
-// head's row being contiguous on both sides.
-void octavo_write_slots(const char* source, int64_t token_stride, int64_t head_stride, char* pool,
-                        int64_t pool_block_stride, int64_t pool_head_stride, int64_t row_bytes,
-                        int32_t block_size, const int64_t* slot_mapping, int32_t num_tokens,
-                        int32_t num_kv_heads) {
-  for (int32_t token = 0; token < num_tokens; ++token) {
-    const int64_t slot = slot_mapping[token];
-    char* target = pool + slot / block_size * pool_block_stride + slot % block_size * row_bytes;
-    for (int32_t head = 0; head < num_kv_heads; ++head)
-      std::memcpy(target + head * pool_head_stride,
-                  source + token * token_stride + head * head_stride, row_bytes);
+// The keys or the values of the step's tokens into their slots.
+template <typename KV>
+void write_slots(const Problem& p, const void* source, int64_t token_stride, int64_t head_stride,
+                 void* pool) {
+  const int64_t num_tokens = p.query_starts[p.num_sequences];
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const int64_t slot = p.slot_mapping[token];
+    KV* target = static_cast<KV*>(pool) + slot / p.block_size * p.block_stride +
+                 slot % p.block_size * p.head_dim;
+    const KV* from = static_cast<const KV*>(source) + token * token_stride;
+    for (int32_t head = 0; head < p.num_kv_heads; ++head)
+      std::memcpy(target + head * p.head_stride, from + head * head_stride,
+                  p.head_dim * sizeof(KV));
   }
 }
+
+template <typename KV>
+int write_and_attend(const Problem& p) {
+  write_slots<KV>(p, p.key, p.key_token_stride, p.key_head_stride, p.keys);
+  write_slots<KV>(p, p.value, p.value_token_stride, p.value_head_stride, p.values);
+  return dispatch<KV>(p);
+}
+
+}  // namespace
+
+// 0, or 1 when there is no variant for the head size.
+extern "C" int octavo_paged_attention(const Problem* problem) {
+  return problem->kv_is_bfloat16 ? write_and_attend<uint16_t>(*problem)
+                                 : write_and_attend<float>(*problem);
 }

@@ -235,12 +235,18 @@ def test_it_listens_before_it_has_loaded_and_says_when_it_has(worker):
     [
         (("--model", "/nowhere/at/all"), "There is no folder /nowhere/at/all"),
         (("--address", "nonsense"), "neither unix:/path nor host:port"),
+        (("--batch-invariant", "on", "--attention", "reference"), "needs --attention cpu"),
+        (("--batch-invariant", "on"), "apt-get install g++"),  # there is no compiler
     ],
 )
 def test_what_it_cannot_start_with_is_one_sentence(model_folders, options, sentence):
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         model = ("--model", str(model_folders["llama-gqa"]))
-        with worker_process(Path(folder), *model, *options) as (_, process):
+        environment = {"CXX": "no-such-compiler", "OCTAVO_CACHE": folder}
+        with worker_process(Path(folder), *model, *options, environment=environment) as (
+            _,
+            process,
+        ):
             assert process.wait(DEADLINE_S) == 1
         lines = (Path(folder) / "worker.log").read_text().splitlines()
         assert any(line.startswith("octavo-worker: ") and sentence in line for line in lines)
