@@ -23,6 +23,8 @@ from simulator.workload import Script
 DEATHS = frozenset(("WORKER_LOST", "KVMEM_LOST", UNAVAILABLE))
 # The request was not entered, and may be elsewhere or later.
 CLOSED_DOORS = frozenset(("NOT_READY", "NOT_LEADER"))
+# Its own former stream came late and took the request: nobody else knows the secret.
+REPLACED = "ATTACH_REPLACED"
 # Refusals that are final for a new request, and temporary for one that was accepted before.
 OVERLOAD = frozenset(("QUEUE_FULL",))
 # These say that the request is wrong; the shell checks before it asks.
@@ -141,8 +143,10 @@ class Caller:
         """Whether the SDK tries again; and those who knock at a door that is still closed."""
         if reason in CLOSED_DOORS:
             return bool(asking.secret) or not asking.check.ever_accepted
+        if not asking.secret:
+            return False
         accepted = asking.check.ever_accepted
-        return bool(asking.secret) and (reason in DEATHS or (accepted and reason in OVERLOAD))
+        return reason in DEATHS or reason == REPLACED or (accepted and reason in OVERLOAD)
 
     def _try_again(self, asking: Asking, reason: str) -> None:
         address = reason.holder_address if isinstance(reason, Reason) else ""
@@ -166,7 +170,9 @@ class Caller:
             marks.hit("stream broke under its caller", asking.check.accepted)
             marks.hit("request lost with its stream", accepted and not asking.secret)
         elif reason == "UNKNOWN_REQUEST":
-            expect(asking.aborted, "errors are true", f"{self.name}: {reason}, nobody aborted it")
+            # Without a secret, the abort of a predecessor may come late and hit this one.
+            aborted = asking.aborted or (not asking.secret and len(self.askings) > 1)
+            expect(aborted, "errors are true", f"{self.name}: {reason}, nobody aborted it")
         elif reason in MISTAKES:
             fits = len(self.script.message.prompt_token_ids) <= self._callers.pool_tokens()
             too_late = accepted and (fits or reason != "PROMPT_EXCEEDS_POOL")
@@ -177,6 +183,8 @@ class Caller:
             expect(known, "errors are true", f"{self.name}: {reason}, it is its own")
         elif reason in OVERLOAD:
             marks.hit("queue full")
+        elif reason == REPLACED:
+            expect(asking.num_streams > 1, "errors are true", f"{self.name}: {reason}, by nobody")
         elif reason not in CLOSED_DOORS:
             raise Violation("errors are true", f"{self.name} ended with {reason}")
 

@@ -74,7 +74,8 @@ class FaultPlan:
         if theme.recipe is not None:
             recipe = theme.recipe
             duration_us = recipe.draw_duration_us(draw, knobs.keepalive_us)
-            faults.append(Fault(recipe.kind, recipe.targets, 0, duration_us, recipe.after))
+            moment = recipe.draw_moment(draw)
+            faults.append(Fault(recipe.kind, recipe.targets, 0, duration_us, moment))
             horizon_us = max(horizon_us, duration_us + 500 * MS)
         for kind, targets in theme.faults:
             if draw.random() < theme.fault_probability:

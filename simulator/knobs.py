@@ -35,6 +35,7 @@ class Knobs:
     result_us: int
     detach_ttl_ms: int
     step_duration_us: tuple[int, int]
+    max_inflight_steps: int
 
     @staticmethod
     def draw(draw: Random) -> Knobs:
@@ -70,6 +71,7 @@ class Knobs:
             result_us=draw.choice([500 * MS, 5 * SECOND]),
             detach_ttl_ms=draw.choice(theme.detach_ttls_ms),
             step_duration_us=draw.choice([(200, 2_000), (500, 8_000), (50, 300)]),
+            max_inflight_steps=draw.choice([1, 2, 2]),
         )
 
     def geometry(self, worker_life: int) -> PoolGeometry:

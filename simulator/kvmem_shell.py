@@ -279,7 +279,6 @@ class KvmemShell(Process):
             "STALE_EPOCH": "stale epoch refused at kvmem",
             "STALE_BOOT_ID": "stale boot id refused at kvmem",
             "LEASE_EXPIRED": "lease expired",
-            "NO_POOL": "refused before the pool was confirmed",
         }.get(error.reason)
         if mark is not None:
             self.world.marks.hit(mark)

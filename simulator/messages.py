@@ -82,6 +82,7 @@ class WorkerInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_num_batched_tokens: int
+    max_inflight_steps: int
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,13 @@ SLOTS = "kvmem_svc.core.slots"
 SESSION = "kvmem_svc.core.session"
 MANAGER = "kvmem_svc.core.manager"
 MEMORY = "kvmem_svc.core.memory"
+GATEKEEPER = "kvmem_svc.core.gatekeeper"
+STATE = "kvmem_svc.core.state"
 MACHINE = "scheduler_svc.core.machine"
 PLANNER = "scheduler_svc.core.planner"
+STEPPER = "scheduler_svc.core.stepper"
+ADOPTION = "scheduler_svc.core.adoption"
+DELIVERY = "scheduler_svc.core.delivery"
 MIRROR = "scheduler_svc.core.worker_mirror"
 FENCING = "model_worker.fencing"
 
@@ -83,15 +88,15 @@ MUTANTS = (
     ),
     _mutant(
         "quarantine ends a step too early",
-        (POOL, "if step <= acknowledged_step]", "if step <= acknowledged_step + 1]"),
+        (
+            POOL,
+            "in self._quarantine if step <= acknowledged_step]",
+            "in self._quarantine if step <= acknowledged_step + 1]",
+        ),
     ),
     _mutant(
         "blocks of a copy under way are not held",
-        (
-            POOL,
-            "        if self._step_copies:\n            in_copy",
-            "        if False:\n            in_copy",
-        ),
+        (POOL, "        if copies:\n            in_copy", "        if False:\n            in_copy"),
     ),
     _mutant(
         "fork without references",
@@ -134,9 +139,50 @@ MUTANTS = (
             "        if fence.kvmem_boot_id != self.kvmem_boot_id:",
         ),
     ),
+    # The memory service, taken over and recovered.
     _mutant(
-        "a takeover leaves the former epoch's blocks",
-        (MEMORY, "            self.manager.reclaim_all()\n", ""),
+        "a takeover forgets the copies that nobody made",
+        (POOL, "if step > last_executed_step:", "if False:"),
+    ),
+    _mutant(
+        "blocks come back while the former session's step runs",
+        (
+            MEMORY,
+            "        return self.ledger.grant(",
+            "        if self.manager is not None:\n"
+            "            self.manager.pool.begin_step(self.last_step_id + 1, self.last_step_id)\n"
+            "        return self.ledger.grant(",
+        ),
+    ),
+    _mutant(
+        "mutations are open before the pool is confirmed",
+        (
+            GATEKEEPER,
+            "return self.memory.ledger.mutations_open and not self._is_pool_provisional",
+            "return self.memory.ledger.mutations_open",
+        ),
+        (
+            GATEKEEPER,
+            "        if self._is_pool_provisional:\n            raise",
+            "        if False:\n            raise",
+        ),
+    ),
+    _mutant(
+        "what the worker executed last is not asked",
+        (MEMORY, "self._go_on_from(mutation.last_executed_step)", "self._go_on_from(0)"),
+    ),
+    _mutant(
+        "a snapshot leaves out the replies that may be asked for again",
+        (STATE, "in ledger.replies.items()\n", "in ()\n"),
+    ),
+    _mutant(
+        "a batch sent again after a recovery is applied again",
+        (
+            STATE,
+            "LEDGER_SCALARS, plain)\n",
+            "LEDGER_SCALARS, plain)\n"
+            '    ledger.next_batch_seq = max(1, plain["next_batch_seq"] - 1)\n',
+        ),
     ),
     # The worker.
     _mutant(
@@ -148,42 +194,47 @@ MUTANTS = (
         "the worker checks no boot id of its own",
         (FENCING, "if fence.worker_boot_id != self.worker_boot_id:", "if False:"),
     ),
+    _mutant(
+        "the worker counts the steps of another life of kvmem",
+        (
+            FENCING,
+            "        if running is None or running.kvmem_boot_id != kvmem_boot_id:",
+            "        if running is None:",
+        ),
+    ),
     # The scheduler.
     _mutant(
         "tokens are shown before kvmem has them",
         (
-            MACHINE,
-            "self._outbox.add(outcome.commit, lambda _: self._emit_outcome(outcome))",
-            "self._outbox.add(outcome.commit)\n            self._emit_outcome(outcome)",
+            STEPPER,
+            "            self.outbox.add(outcome.commit, lambda _: self._on_committed(standing))\n",
+            "            self.outbox.add(outcome.commit)\n"
+            "            self._on_committed(standing)\n",
         ),
     ),
     _mutant(
         "a resumed candidate does not wait for its prefix",
-        (PLANNER, "return source.num_computed_tokens + in_step >=", "return True or in_step >="),
+        (PLANNER, "return source.num_scheduled_tokens + in_step >=", "return True or in_step >="),
     ),
     _mutant(
         "preemption splits a group",
         (
-            MACHINE,
+            STEPPER,
             "ops.Preempt(tuple(s.sequence_id for s in group.live))",
             "ops.Preempt(tuple(s.sequence_id for s in group.live[:1]))",
         ),
     ),
     _mutant(
         "an abort forgets a candidate",
-        (
-            MACHINE,
-            "                        for s in group.sequences\n",
-            "                        for s in group.sequences[:1]\n",
-        ),
+        (STEPPER, "        self.free(live)\n", "        self.free(live[:1])\n"),
     ),
     _mutant(
         "no reserve after a fork",
         (
-            MACHINE,
+            STEPPER,
             "            sequence.num_writable_slots = sequence.num_computed_tokens\n",
             "            sequence.num_writable_slots = (\n"
-            "                len(sequence.block_table) * self._block_size\n            )\n",
+            "                len(sequence.block_table) * self.block_size\n            )\n",
         ),
     ),
     _mutant(
@@ -203,20 +254,10 @@ MUTANTS = (
         (MIRROR, "self._dropped.append(sequence.sequence_id)", "pass"),
     ),
     _mutant(
-        "a lost peer is not told to callers whose last token was drawn",
-        (
-            MACHINE,
-            "        for request_id in self.groups:\n            self._reject",
-            "        for request_id, group in self.groups.items():\n"
-            "            if group.status is not GroupStatus.FINISHED:\n"
-            "              self._reject",
-        ),
-    ),
-    _mutant(
         "step numbers begin again with each session",
         (
-            MACHINE,
-            "self._last_step_id = self._acknowledged_step = event.last_step_id",
+            STEPPER,
+            "self._last_step_id = self._acknowledged_step = connected.last_step_id",
             "self._last_step_id = self._acknowledged_step = 0",
         ),
     ),
@@ -224,13 +265,83 @@ MUTANTS = (
         "what is said to an aborted request reaches the next of its name",
         (
             MACHINE,
-            "        if waiting:\n            # It has",
+            "        if waiting is not None:\n            # It has",
             "        if False:\n            # It has",
         ),
     ),
     _mutant(
         "one is ended for want of blocks that an abort gives back",
-        (MACHINE, "if self._outbox.holds(ops.Free):", "if False:"),
+        (STEPPER, "elif self.outbox.holds(ops.Free, ops.Fork):", "elif False:"),
+    ),
+    # The scheduler, taking over.
+    _mutant(
+        "a result that was kept is committed twice",
+        (
+            ADOPTION,
+            "            sequence.num_computed_tokens == num_computed_tokens\n            and left",
+            "            left",
+        ),
+    ),
+    _mutant(
+        "copies that a former session planned are not made",
+        (STEPPER, "self.mirror.take_pending_copies(connected.pending_copies)", "pass"),
+    ),
+    _mutant(
+        "an adopted candidate writes where its sibling does",
+        (
+            ADOPTION,
+            "return max(end * block_size, sequence.num_computed_tokens)",
+            "return len(sequence.block_table) * block_size",
+        ),
+    ),
+    _mutant(
+        "an adopted candidate does not wait for its prefix",
+        (ADOPTION, "    _find_prefix_sources(group.live, block_size)\n", ""),
+    ),
+    _mutant(
+        "an adopted candidate that has ended keeps its blocks",
+        (MACHINE, "        stepper.free(unfreed)\n", ""),
+    ),
+    _mutant(
+        "sums of log-probabilities die with their scheduler",
+        (ADOPTION, "_logprob_of(adopted.state_word)", "0.0"),
+    ),
+    _mutant(
+        "what was not committed is entered again",
+        (ADOPTION, "output_token_ids[: sequence.num_committed_tokens]", "output_token_ids"),
+    ),
+    _mutant(
+        "a candidate is forgotten when its request is entered again",
+        (
+            ADOPTION,
+            "        for sequence in group.sequences\n",
+            "        for sequence in group.sequences[:1]\n",
+        ),
+        (
+            ADOPTION,
+            "return len(candidates) == request.params.n and all(",
+            "return bool(candidates) and all(",
+        ),
+    ),
+    _mutant(
+        "the first to attach stays",
+        (
+            DELIVERY,
+            "self._by_request[request_id] = Recipient(received)",
+            "self._by_request.setdefault(request_id, Recipient(received))",
+        ),
+    ),
+    _mutant(
+        "a caller who comes back is told everything again",
+        (DELIVERY, "{index: len(had.token_ids) for index, had in received.items()}", "{}"),
+    ),
+    _mutant(
+        "a request whose caller does not come is announced to nobody",
+        (
+            MACHINE,
+            "                self._commands.append(events.Adopted(request_id))\n",
+            "                pass\n",
+        ),
     ),
 )
 

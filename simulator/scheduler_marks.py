@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from scheduler_svc.core import ops
+from scheduler_svc.core import events, ops
 from scheduler_svc.core.sequence import GroupStatus, SequenceGroup
 from simulator.marks import Marks
 
 
-def count_abort(marks: Marks, group: SequenceGroup, step: ops.Step | None) -> None:
-    """`step`: the one at the worker."""
+def count_reentered(
+    marks: Marks, groups: Mapping[str, SequenceGroup], connected: events.Connected
+) -> None:
+    """`groups`: what the scheduler had before it was connected again."""
+    known = {record.request.request_id for record in connected.adopted}
+    begun = {name for name, group in groups.items() if group.sequences}
+    marks.hit("re-entered by its scheduler", len(begun - known))
+
+
+def count_retained(marks: Marks, first: ops.Batch | None) -> None:
+    """`first`: what a session begins with. It has executed nothing itself yet."""
+    if first is not None and any(isinstance(op, ops.Commit | ops.Fork) for op in first.ops):
+        marks.hit("retained result used")
+
+
+def count_abort(marks: Marks, group: SequenceGroup, steps: Iterable[ops.Step]) -> None:
+    """`steps`: those at the worker."""
     if group.status is GroupStatus.ARRIVING:
         marks.hit("aborted before arrival")
     elif group.status is GroupStatus.WAITING:
         marks.hit("aborted while waiting")
-    in_step = set(step.sequence_ids.tolist()) if step is not None else set()
+    in_step = {sequence_id for step in steps for sequence_id in step.sequence_ids.tolist()}
     if any(sequence.sequence_id in in_step for sequence in group.live):
         marks.hit("aborted in flight")
     if len(group.live) > 1:

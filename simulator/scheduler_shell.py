@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.kvmem_adapter import adopted_of, pending_copies_of
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import InvalidRequestError, ModelLimits, resolve
@@ -20,18 +19,21 @@ from simulator.kvmem_link import KvmemLink
 from simulator.mailboxes import Mailbox, Mailboxes
 from simulator.messages import (
     Abort,
-    Adopted,
     Generate,
-    Installed,
     Output,
-    PoolAttached,
-    SessionOpened,
     WorkerInfo,
 )
 from simulator.network import End, Reason, Refused
 from simulator.process import Process, Surroundings
-from simulator.records import adopted_request, digest_of, request_of
-from simulator.scheduler_marks import count_abort, count_batch, count_step
+from simulator.records import digest_of, request_of
+from simulator.scheduler_marks import (
+    count_abort,
+    count_batch,
+    count_reentered,
+    count_retained,
+    count_step,
+)
+from simulator.takeover import TakeOver
 from simulator.worker import Letters, expect
 from simulator.worker_link import WorkerLink
 
@@ -55,6 +57,8 @@ class SchedulerShell(Process):
     _owner_address: str | None
     _serving: bool
     _lost: str
+    # Whose records the machine goes by.
+    _kvmem_boot_id: str
     _pause_us: int
     # Another object, another wait for a lost peer.
     _losing_patience: object | None
@@ -79,6 +83,7 @@ class SchedulerShell(Process):
         self._owner_address = None
         self._serving = False
         self._lost = ""
+        self._kvmem_boot_id = ""
         self._losing_patience = None
         self._num_copies_planned = 0
         self.note("starts")
@@ -177,7 +182,7 @@ class SchedulerShell(Process):
         assert self.machine is not None
         group = self.machine.groups.get(request_id)
         if group is not None:
-            count_abort(self.world.marks, group, self._worker.step)
+            count_abort(self.world.marks, group, self._worker.steps)
         self.note(f"aborts {request_id}")
         self._handle(events.AbortRequested(request_id))
 
@@ -215,48 +220,21 @@ class SchedulerShell(Process):
         self._connect()
 
     def _connect(self) -> None:
-        """Take over, in the one order that leaves no moment with two writers."""
-        self._worker.describe(self._on_described, self._on_not_connected)
+        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
+        TakeOver(
+            self._kvmem,
+            self._worker,
+            needed,
+            self._on_opened,
+            self._on_connected,
+            self._on_not_connected,
+        ).begin()
 
-    def _on_described(self, worker: WorkerInfo) -> None:
-        self._kvmem.open(worker, partial(self._on_opened, worker), self._on_not_connected)
-
-    def _on_opened(self, worker: WorkerInfo, opened: SessionOpened) -> None:
+    def _on_opened(self) -> None:
         self._lost = ""
         self._kvmem.watch()
-        then = partial(self._on_installed, worker, opened)
-        self._worker.install(self._kvmem.fence, then, self._on_not_connected)
 
-    def _on_installed(
-        self, worker: WorkerInfo, opened: SessionOpened, installed: Installed
-    ) -> None:
-        then = partial(self._on_attached, worker, opened, installed)
-        self._kvmem.attach(worker, installed.last_step_id, then, self._on_not_connected)
-
-    def _on_attached(
-        self,
-        worker: WorkerInfo,
-        opened: SessionOpened,
-        installed: Installed,
-        attached: PoolAttached,
-    ) -> None:
-        then = partial(self._on_adopted, worker, opened, installed, attached)
-        self._kvmem.adopt(then, self._on_not_connected)
-
-    def _on_adopted(
-        self,
-        worker: WorkerInfo,
-        opened: SessionOpened,
-        installed: Installed,
-        attached: PoolAttached,
-        adopted: Adopted,
-    ) -> None:
-        records = tuple(adopted_of(record, adopted_request(record)) for record in adopted.records)
-        needed = self._config.max_waiting + 2 * self._config.max_num_seqs
-        num_adopted = sum(len(record.sequences) for record in records)
-        if attached.levels.num_free_sequences + num_adopted < needed:
-            self._on_not_connected("INTERNAL")
-            return
+    def _on_connected(self, worker: WorkerInfo, connected: events.Connected) -> None:
         if self.machine is None:
             self.machine = Machine(_within_limits(self._config, worker), (0,), Letters)
         self.worker_info = worker
@@ -268,28 +246,14 @@ class SchedulerShell(Process):
         self._losing_patience = None
         self.note(
             f"is connected: {self._kvmem.fence.session_id}, {worker.boot_id},"
-            f" {len(records)} requests, {len(installed.retained)} results kept"
+            f" {len(connected.adopted)} requests, {len(connected.retained)} results kept"
         )
-        self._num_copies_planned = len(attached.confirmed.pending_copies)
-        former = {name for name, group in self.machine.groups.items() if group.sequences}
-        known = {record.request.request_id for record in records}
-        self.world.marks.hit("re-entered by its scheduler", len(former - known))
-        self._handle(
-            events.Connected(
-                next_batch_seq=opened.next_batch_seq,
-                # What a former session was preparing, and has not begun, begins now.
-                last_step_id=max(opened.last_step_id - 1, installed.last_step_id, 0),
-                num_blocks=worker.geometry.num_blocks,
-                block_size=worker.geometry.block_size,
-                levels=attached.levels,
-                adopted=records,
-                pending_copies=pending_copies_of(attached.confirmed),
-                retained=installed.retained,
-            )
-        )
-        batch = self._kvmem.batch
-        if batch is not None and any(isinstance(op, ops.Commit | ops.Fork) for op in batch.ops):
-            self.world.marks.hit("retained result used")
+        self._kvmem_boot_id = self._kvmem.fence.kvmem_boot_id
+        self._num_copies_planned = len(connected.pending_copies)
+        marks = self.world.marks
+        count_reentered(marks, self.machine.groups, connected)
+        self._handle(connected)
+        count_retained(marks, self._kvmem.batch)
         self._worker.watch()
 
     def _on_not_connected(self, reason: str) -> None:
@@ -379,14 +343,13 @@ class SchedulerShell(Process):
     def _wait_for_adopted(self, request_id: str) -> None:
         assert self.machine is not None
         group = self.machine.groups[request_id]
-        running = group.status is GroupStatus.RUNNING
-        self.world.marks.hit("adopted while it ran", running)
+        self.world.marks.hit("adopted while it ran", group.status is GroupStatus.RUNNING)
         self.mailboxes.wait_for(request_id, group.request.detach_ttl_ms * MS)
 
     def _record_key(self, request_id: str) -> tuple[str, str, int]:
         assert self.machine is not None
         arrival_number = self.machine.groups[request_id].arrival_number
-        return self._kvmem.fence.kvmem_boot_id, request_id, arrival_number
+        return self._kvmem_boot_id, request_id, arrival_number
 
     def _emit(self, command: events.Emit, mailbox: Mailbox) -> None:
         for delta in command.deltas:
@@ -424,12 +387,12 @@ class SchedulerShell(Process):
             self.world.marks.hit("quarantined block waited for")
 
     def _execute(self, step: ops.Step) -> None:
-        expect(self._worker.step is None, "one step in flight", f"{step.step_id}")
         assert self.machine is not None
         count_step(self.world.marks, step, self.machine.groups.values())
         if len(step.copy_src) < self._num_copies_planned:
             self.world.marks.hit("copy of a preempted group dropped")
         self._num_copies_planned = 0
+        self.world.marks.hit("one step ahead", bool(self._worker.steps))
         self._worker.execute(
             step, self._kvmem.fence, lambda result: self._handle(events.StepExecuted(result))
         )

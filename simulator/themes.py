@@ -39,14 +39,18 @@ CUTS: tuple[Target, ...] = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A fault that always happens: right after the n-th message of a kind, for a number of
-    microseconds, or of keepalives, between the two ends of a range."""
+    """A fault that always happens: right after the n-th message of a kind, with the least and the
+    greatest n, for a number of microseconds, or of keepalives, between the two ends of a range."""
 
     kind: str
     targets: tuple[str, ...]
-    after: tuple[str, int]
+    after: tuple[str, int, int]
     duration_us: tuple[int, int] = (0, 0)
     duration_keepalives: tuple[float, float] = (0.0, 0.0)
+
+    def draw_moment(self, draw: Random) -> tuple[str, int]:
+        kind, least, most = self.after
+        return kind, draw.randint(least, most)
 
     def draw_duration_us(self, draw: Random, keepalive_us: int) -> int:
         return draw.randint(*self.duration_us) + int(
@@ -159,6 +163,8 @@ THEMES = (
         faults=(*KILLS[1:2], *PAUSES[:2], *CUTS[:1]),
         break_connection=(0.01, 0.03),
     ),
+    # One after the other stands still for a while.
+    Theme("frozen", 3, num_schedulers=(1, 2), fault_probability=0.6, faults=PAUSES),
     # Callers are cut off, vanish and return.
     Theme(
         "absent callers",
@@ -176,7 +182,9 @@ THEMES = (
         "orphans",
         2,
         loses_messages=False,
-        recipe=Recipe("kill", ("scheduler",), ("Execute", 10), duration_us=(4_000_000, 9_000_000)),
+        recipe=Recipe(
+            "kill", ("scheduler",), ("Execute", 5, 40), duration_us=(4_000_000, 9_000_000)
+        ),
         orphan_ttls_ms=(1_000, 3_000),
         num_late_bursts=(0,),
     ),
@@ -187,7 +195,7 @@ THEMES = (
         keepalives_us=(LONG_US,),
         loses_messages=False,
         recipe=Recipe(
-            "pause", ("scheduler",), ("ApplyBatch", 20), duration_us=(4_000_000, 4_000_000)
+            "pause", ("scheduler",), ("ApplyBatch", 10, 40), duration_us=(4_000_000, 4_000_000)
         ),
         num_late_bursts=(0,),
     ),
@@ -198,7 +206,9 @@ THEMES = (
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         loses_messages=False,
-        recipe=Recipe("pause", ("scheduler",), ("ApplyBatch", 2), duration_keepalives=(0.3, 2.0)),
+        recipe=Recipe(
+            "pause", ("scheduler",), ("ApplyBatch", 2, 3), duration_keepalives=(0.3, 2.0)
+        ),
         num_late_bursts=(3,),
         late_keepalives=(0.2, 1.7),
     ),
@@ -210,7 +220,7 @@ THEMES = (
         keepalives_us=(LONG_US,),
         loses_messages=False,
         recipe=Recipe(
-            "cut", ("scheduler", "kvmem"), ("Execute", 12), duration_keepalives=(0.3, 2.0)
+            "cut", ("scheduler", "kvmem"), ("Execute", 5, 30), duration_keepalives=(0.3, 2.0)
         ),
         num_late_bursts=(3,),
         late_keepalives=(0.2, 1.7),
@@ -222,19 +232,52 @@ THEMES = (
         num_schedulers=(2,),
         fault_probability=0.3,
         faults=KILLS,
-        recipe=Recipe("kill", ("scheduler",), ("Execute", 10), duration_us=(10_000, 3 * SECOND)),
+        recipe=Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(10_000, 3 * SECOND)),
         num_late_bursts=(0, 2),
+    ),
+    # ... just when it has asked for copies that nobody makes.
+    Theme(
+        "heirs",
+        6,
+        num_schedulers=(1, 2),
+        loses_messages=False,
+        tokens_in_pool=(36, 64),
+        max_num_seqs=(10,),
+        watermarks=(0.0,),
+        max_waiting=(40,),
+        crowded=True,
+        recipe=Recipe("kill", ("scheduler",), ("ApplyBatch", 4, 30), duration_us=(1_000, SECOND)),
+    ),
+    # The memory service dies in the middle of a record, or before it answers, or forgets all.
+    Theme(
+        "torn",
+        3,
+        num_schedulers=(1, 2),
+        recipe=Recipe("tear", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),
+    ),
+    Theme(
+        "unanswered",
+        3,
+        num_schedulers=(1, 2),
+        recipe=Recipe("die", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),
+    ),
+    Theme(
+        "forgotten",
+        4,
+        num_schedulers=(1, 2),
+        recipe=Recipe("lose", ("kvmem",), ("Execute", 2, 40), duration_us=(1_000, SECOND)),
+        impatience=(0.0, 0.1),
     ),
     # The worker, or the memory service, is another one before anybody has looked.
     Theme(
         "quick restart of the worker",
         2,
-        recipe=Recipe("kill", ("worker",), ("OpenSession", 1), duration_us=(50, 300)),
+        recipe=Recipe("kill", ("worker",), ("OpenSession", 1, 1), duration_us=(50, 300)),
     ),
     Theme(
         "quick restart of kvmem",
         2,
-        recipe=Recipe("lose", ("kvmem",), ("OpenSession", 1), duration_us=(50, 300)),
+        recipe=Recipe("lose", ("kvmem",), ("OpenSession", 1, 1), duration_us=(50, 300)),
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from simulator.kvmem_link import OPEN_DEADLINE_US, OnFailed
 from simulator.messages import Execute, Install, Installed, WorkerInfo
 from simulator.network import DEADLINE_EXCEEDED, UNAVAILABLE, Call, End
 from simulator.process import Process
+from simulator.worker import expect
 
 if TYPE_CHECKING:
     from simulator.scheduler_shell import SchedulerShell
@@ -26,7 +28,8 @@ class WorkerLink:
 
     def __init__(self, shell: SchedulerShell, worker: Process, on_lost: OnFailed) -> None:
         """`on_lost` is called with the reason when a step will not be answered."""
-        self.step: ops.Step | None = None
+        # Those at the worker, oldest first.
+        self.steps: deque[ops.Step] = deque()
         self._shell, self._worker, self._on_lost = shell, worker, on_lost
         self._turn = 0
         self._stream: End | None = None
@@ -36,7 +39,7 @@ class WorkerLink:
     def cancel(self) -> None:
         """Drop everything under way."""
         self._turn += 1
-        self.step = None
+        self.steps.clear()
         if self._watch is not None:
             self._watch.close("CANCELLED")
             self._watch = None
@@ -83,7 +86,8 @@ class WorkerLink:
     def execute(
         self, step: ops.Step, fence: kv.Fence, on_result: Callable[[ops.StepResult], None]
     ) -> None:
-        self.step, self._on_result = step, on_result
+        self.steps.append(step)
+        self._on_result = on_result
         stream = self._stream
         if stream is None:
             stream = self._stream = self._shell.network.open_stream(
@@ -98,17 +102,22 @@ class WorkerLink:
         self._shell.after(STEP_DEADLINE_US, self._now(partial(self._on_deadline, step)))
 
     def _on_deadline(self, step: ops.Step) -> None:
-        if self.step is step:
+        if any(step is other for other in self.steps):
             self._on_lost("WORKER_LOST")
 
     def _on_result_arrived(self, result: ops.StepResult) -> None:
-        self.step = None
+        step = self.steps.popleft()
+        expect(
+            step.step_id == result.step_id,
+            "steps in order",
+            f"{result.step_id} is answered before {step.step_id}",
+        )
         assert self._on_result is not None
         self._on_result(result)
 
     def _on_stream_end(self, reason: str) -> None:
         # Nobody reads from it while no step is under way.
-        if self.step is not None:
+        if self.steps:
             self._on_lost(_lost(reason))
 
     def watch(self) -> None:

@@ -20,9 +20,6 @@ from simulator.process import Process, Surroundings
 from simulator.wording import step_in_words
 from simulator.worker import EOS, VOCAB, TagWorker, expect
 
-# As in `model_worker.servicer`.
-MAX_INFLIGHT_STEPS = 1
-
 
 @dataclass(frozen=True)
 class _Retained:
@@ -55,7 +52,7 @@ class WorkerShell(Process):
         self.geometry = self.world.knobs.geometry(self.life)
         self.model = TagWorker(self.geometry.block_size, self.world.checks.tree)
         self.fencing = Fencing(self.boot_id)
-        self.retained = deque(maxlen=MAX_INFLIGHT_STEPS)
+        self.retained = deque(maxlen=self.world.knobs.max_inflight_steps)
         self._ready = False
         self._holder = None
         self._queue = deque()
@@ -79,6 +76,7 @@ class WorkerShell(Process):
             VOCAB,
             (EOS,),
             self.world.knobs.worker_max_num_batched_tokens,
+            self.world.knobs.max_inflight_steps,
         )
 
     # ---- taking the worker over ----
@@ -147,6 +145,9 @@ class WorkerShell(Process):
             self._refuse(end, error.reason, error.message)
             return
         self._queue.append((end, message))
+        most = self.world.knobs.max_inflight_steps
+        waiting = sum(asker is end for asker, _ in self._queue)
+        expect(waiting <= most, "steps in flight", f"{waiting} wait, at most {most} may")
         self._work()
 
     def _take_hold(self, end: End, fence: Fence) -> None:
