@@ -1,8 +1,9 @@
 """A small world to test in: a second shell for the cores of scheduler and memory service.
 
 One process, virtual time, one seed. The cores are the real ones; the shells are re-done without
-asyncio and gRPC (`shells`, `scheduler_shell`), the worker is one that checks every KV slot it
-touches (`worker`), and the network between them is simulated (`network`).
+asyncio and gRPC (`kvmem_shell`, `worker_shell`, `scheduler_shell` with its two links), the worker
+is one that checks every KV slot it touches (`worker`), and the network between them is simulated
+(`network`).
 
 What may happen on the network. gRPC is streams on connections: ordered and reliable until they
 break. So a stream here delivers in order, after delays; a connection may break at any
@@ -13,6 +14,9 @@ time, and when it does not, each end gives the connection up by itself (keepaliv
 exists between streams, and between streams and unary calls, never within a stream. A unary call
 may lose its request, lose its reply after it was carried out, or be carried out twice.
 
-What may happen to a process: it is killed and started again (with a new boot id and nothing in
-memory), or paused, in which case everything sent to it and every timer of its own waits.
+What may happen to a process: it is killed and started again, with nothing in memory, or paused, in
+which case everything sent to it and every timer of its own waits. The memory service goes on from
+its journal (`journal`), unless that was deleted; it may also die in the middle of a record, which is
+then lost, or after it and before its answer. What has become of a caller nobody knows: it vanishes,
+comes back, or does not.
 """

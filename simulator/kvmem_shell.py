@@ -191,6 +191,8 @@ class KvmemShell(Process):
         else:
             self.note(batch_in_words(batch))
             self.note("   " + result_in_words(batch, result))
+            if result.copy_src.size:
+                self.network.count("batch with copies")
         end.send(result)
 
     def _beat(self, end: End) -> None:

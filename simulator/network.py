@@ -191,7 +191,8 @@ class Network:
             return self._draw.randint(1 * MS, 60 * MS)
         return self._draw.randint(30, 300)
 
-    def _count(self, kind: str) -> None:
+    def count(self, kind: str) -> None:
+        """One more of these, which something may have waited for."""
         number = self._num_sent[kind] = self._num_sent.get(kind, 0) + 1
         for action in self.triggers.pop((kind, number), ()):
             self.clock.after(self._draw.randint(0, 300), action)
@@ -210,7 +211,7 @@ class Network:
         return near
 
     def send(self, end: End, message: object) -> None:
-        self._count(type(message).__name__)
+        self.count(type(message).__name__)
         to = end.peer
         to.newest_arrival_us = max(to.newest_arrival_us + 1, self.clock.now_us + self.delay_us())
         self.clock.at(to.newest_arrival_us, partial(self._arrive, to, message))
@@ -377,7 +378,7 @@ class Network:
 
     def call(self, call: Call, deadline_us: int) -> None:
         """Exactly one of its `on_reply` and `on_error` is called, at the deadline at the latest."""
-        self._count(call.method)
+        self.count(call.method)
         self._calls = [other for other in self._calls if not other.answered]
         self._calls.append(call)
         client, faults = call.client, self.faults

@@ -246,7 +246,9 @@ THEMES = (
         watermarks=(0.0,),
         max_waiting=(40,),
         crowded=True,
-        recipe=Recipe("kill", ("scheduler",), ("ApplyBatch", 4, 30), duration_us=(1_000, SECOND)),
+        recipe=Recipe(
+            "kill", ("scheduler",), ("batch with copies", 1, 6), duration_us=(1_000, SECOND)
+        ),
     ),
     # The memory service dies in the middle of a record, or before it answers, or forgets all.
     Theme(
