@@ -16,7 +16,6 @@ may lose its request, lose its reply after it was carried out, or be carried out
 
 What may happen to a process: it is killed and started again, with nothing in memory, or paused, in
 which case everything sent to it and every timer of its own waits. The memory service goes on from
-its journal (`journal`), unless that was deleted; it may also die in the middle of a record, which is
-then lost, or after it and before its answer. What has become of a caller nobody knows: it vanishes,
-comes back, or does not.
+its journal (`journal`), unless that was deleted. It may also die in the middle of a record, which
+is then lost, or after it and before its answer. Callers vanish, and come back or do not.
 """
