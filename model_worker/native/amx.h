@@ -69,8 +69,9 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Tiles 0-3 are sums (rows 0-15 and 16-31 by outputs 0-15 and 16-31), 4-5 of x, 6-7 of W.
-template <bool TWO>
+// Tiles 0-3 are sums (rows 0-15 and 16-31 by outputs 0-15 and 16-31), 4-5 of x, 6-7 of W. TWO:
+// there are more than 16 rows. FIRST: W is not in the cache yet.
+template <bool TWO, bool FIRST>
 inline void multiply(const uint16_t* x, int64_t x_bytes, const uint16_t* w, int64_t num_blocks,
                      float* sums) {
   _tile_zero(0);
@@ -83,8 +84,9 @@ inline void multiply(const uint16_t* x, int64_t x_bytes, const uint16_t* w, int6
   const char* high = low + TILE_ROWS * x_bytes;
   const char* weights = reinterpret_cast<const char*>(w);
   for (int64_t kb = 0; kb < num_blocks; ++kb) {
-    for (int line = 0; line < 2 * TILE_BYTES; line += 64)
-      __builtin_prefetch(weights + AHEAD + line, 0, 2);
+    if (FIRST)
+      for (int line = 0; line < 2 * TILE_BYTES; line += 64)
+        __builtin_prefetch(weights + AHEAD + line, 0, 2);
     _tile_loadd(6, weights, 64);
     _tile_loadd(7, weights + TILE_BYTES, 64);
     _tile_loadd(4, low, x_bytes);
@@ -126,10 +128,10 @@ inline void linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, 
       const uint16_t* w = packed + nb * blocks(depth) * B_ELEMENTS;
       const int64_t count = std::min<int64_t>(BLOCK, num_outputs - nb * BLOCK);
       for (int64_t m = 0; m < height; m += BLOCK) {
-        if (height - m > TILE_ROWS)
-          multiply<true>(&padded[m * width], width * 2, w, blocks(depth), sums);
-        else
-          multiply<false>(&padded[m * width], width * 2, w, blocks(depth), sums);
+        const bool two = height - m > TILE_ROWS;
+        const auto kernel = two ? (m ? multiply<true, false> : multiply<true, true>)
+                                : (m ? multiply<false, false> : multiply<false, true>);
+        kernel(&padded[m * width], width * 2, w, blocks(depth), sums);
         for (int64_t row = m; row < std::min<int64_t>(m + BLOCK, num_rows); ++row) {
           float* sum = sums + (row - m) * BLOCK;
           if (bias)

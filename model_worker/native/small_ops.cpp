@@ -40,9 +40,10 @@ inline void store_some(float* p, vf v, int64_t count) {
 }
 
 inline void store_some(uint16_t* p, vf v, int64_t count) {
+  if (count >= LANES) return store(p, v);
   alignas(64) float padded[LANES];
   store(padded, v);
-  narrow(padded, p, std::min<int64_t>(count, LANES));
+  narrow(padded, p, count);
 }
 
 // As if the vector had been written as elements of this type and read again.
@@ -50,7 +51,7 @@ inline vf rounded(vf v, const float*) { return v; }
 
 inline vf rounded(vf v, const uint16_t*) {
   alignas(64) uint16_t half[LANES];
-  store_some(half, v, LANES);
+  store(half, v);
   return load(half);
 }
 

@@ -108,10 +108,23 @@ inline uint16_t round_to_bfloat16(float x) {
   return uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-inline void narrow(const float* from, float* to, int64_t count) { std::copy(from, from + count, to); }
+// The same for sixteen.
+inline void store(uint16_t* p, vf v) {
+  const vu bits = reinterpret_cast<vu>(v);
+  const vu near = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const vu quiet = bits >> 16 | 0x40u;
+  const vu chosen = (bits & 0x7fffffffu) > 0x7f800000u ? quiet : near;
+  *reinterpret_cast<unaligned_vh*>(p) = __builtin_convertvector(chosen, vh);
+}
+
+inline void narrow(const float* from, float* to, int64_t count) {
+  std::copy(from, from + count, to);
+}
 
 inline void narrow(const float* from, uint16_t* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = round_to_bfloat16(from[i]);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = round_to_bfloat16(from[i]);
 }
 
 // A fixed tree: lane i with i + 8, then + 4, + 2, + 1.
