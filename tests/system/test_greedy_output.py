@@ -1,4 +1,4 @@
-"""Greedy float32 output is that of transformers: alone, in company, and when preempted."""
+"""Greedy float32 output is that of transformers; in company and preempted, that of a solo run."""
 
 from __future__ import annotations
 
@@ -67,29 +67,43 @@ async def all_at_once(address: str, prompts: list[tuple[int, ...]]) -> list[Gene
         )
 
 
-def test_each_alone(
-    demo: Stack, prompts: list[tuple[int, ...]], references: list[Reference]
-) -> None:
+@pytest.fixture(scope="module")
+def alone(demo: Stack, prompts: list[tuple[int, ...]]) -> list[Generation]:
     with Client(demo.address) as client:
-        answers = [client.generate(prompt, greedy(MAX_TOKENS)) for prompt in prompts]
-    check(answers, references, "alone")
+        return [client.generate(prompt, greedy(MAX_TOKENS)) for prompt in prompts]
+
+
+def check_bits(answers: list[Generation], alone: list[Generation]) -> None:
+    """The same tokens with the same log-probabilities, to the last bit."""
+    for answer, expected in zip(answers, alone, strict=True):
+        assert answer.candidates[0].token_ids == expected.candidates[0].token_ids
+        assert answer.candidates[0].cumulative_logprob == expected.candidates[0].cumulative_logprob
+
+
+def test_each_alone(demo: Stack, alone: list[Generation], references: list[Reference]) -> None:
+    check(alone, references, "alone")
     demo.wait_until_empty()
 
 
-def test_all_at_once(
-    demo: Stack, prompts: list[tuple[int, ...]], references: list[Reference]
+def test_b28_all_at_once(
+    demo: Stack,
+    prompts: list[tuple[int, ...]],
+    alone: list[Generation],
+    references: list[Reference],
 ) -> None:
     answers = asyncio.run(all_at_once(demo.address, prompts))
     check(answers, references, "together")
+    check_bits(answers, alone)
     assert demo.wait_until_empty().num_preemptions == 0
 
 
-def test_b11_all_at_once_in_a_pool_too_small_for_them(
-    prompts: list[tuple[int, ...]], references: list[Reference]
+def test_b11_b28_all_at_once_in_a_pool_too_small_for_them(
+    prompts: list[tuple[int, ...]], alone: list[Generation], references: list[Reference]
 ) -> None:
     with Stack(num_blocks=SMALL_POOL_BLOCKS) as stack:
         answers = asyncio.run(all_at_once(stack.address, prompts))
         check(answers, references, "preempted")
+        check_bits(answers, alone)
         stats = stack.wait_until_empty()
         assert stats.num_preemptions > 0
         assert stats.peak_in_use_blocks > SMALL_POOL_BLOCKS * 3 // 4
