@@ -98,6 +98,7 @@ def _op_message(op: ops.Op) -> kvmem_pb2.Op:
                             num_slots=member.num_slots,
                             share_from=member.share_from,
                             num_shared_blocks=member.num_shared_blocks,
+                            use_prefix_cache=member.use_prefix_cache,
                         )
                         for member in members
                     ]
@@ -167,7 +168,9 @@ def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
 
 def levels_of(message: types_pb2.PoolLevels) -> ops.PoolLevels:
     return ops.PoolLevels(
-        message.num_free_blocks, message.num_quarantined_blocks, message.num_free_sequences
+        message.num_free_blocks + message.num_cached_blocks,
+        message.num_quarantined_blocks,
+        message.num_free_sequences,
     )
 
 
@@ -184,7 +187,12 @@ def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
             )
         case "admitted":
             tables = tuple(
-                ops.Table(t.sequence_id, unpack(t.block_ids, I32).tolist(), t.table_version)
+                ops.Table(
+                    t.sequence_id,
+                    unpack(t.block_ids, I32).tolist(),
+                    t.table_version,
+                    t.num_computed_tokens,
+                )
                 for t in message.admitted.tables
             )
             return ops.OpResult(status, message.message, tables=tables)

@@ -61,7 +61,7 @@ def rebuild_group(
             unfreed.append(sequence)
     group.sequences.sort(key=lambda sequence: sequence.candidate)
     group.status = _status_of(record)
-    _find_prefix_sources(group.live, block_size)
+    find_prefix_sources(group.live, block_size)
     for sequence in group.live:
         sequence.num_writable_slots = _num_writable_slots(sequence, group.live, block_size)
     return group, unfreed
@@ -100,7 +100,7 @@ def _status_of(record: ops.AdoptedRequest) -> GroupStatus:
     return GroupStatus.RUNNING if running.pop() else GroupStatus.WAITING
 
 
-def _find_prefix_sources(live: list[Sequence], block_size: int) -> None:
+def find_prefix_sources(live: list[Sequence], block_size: int) -> None:
     """A candidate that counts blocks as computed which a sibling has yet to compute waits."""
     for sequence in live:
         for sibling in live:

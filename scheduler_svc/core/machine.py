@@ -34,12 +34,16 @@ from scheduler_svc.core.stopping import FinishReason, StopChecker, TextStream
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of the scheduler. `watermark`: share of the pool an admission leaves free."""
+    """Limits of the scheduler. `watermark`: share of the pool an admission leaves free.
+
+    use_prefix_cache: take cached blocks of the same prefix, and let what is computed be cached.
+    """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_waiting: int = 1024
     watermark: float = 0.01
+    use_prefix_cache: bool = False
 
 
 class Machine:
@@ -61,7 +65,7 @@ class Machine:
         self._strategies = Strategies(
             policy,
             decoding,
-            Planner(policy, decoding, config.watermark),
+            Planner(policy, decoding, config.watermark, use_prefix_cache=config.use_prefix_cache),
             Budget(config.max_num_batched_tokens, config.max_num_seqs),
             eos_token_ids,
         )
@@ -284,6 +288,7 @@ class Machine:
             reason = {
                 ops.OpStatus.ALREADY_EXISTS: "REQUEST_EXISTS",
                 ops.OpStatus.NO_FREE_SEQUENCES: "QUEUE_FULL",
+                ops.OpStatus.TENANT_QUOTA: "TENANT_QUOTA",
             }.get(result.status, "INTERNAL")
             if not self._is_unwanted(request_id):
                 self._reject(request_id, reason, result.message)

@@ -41,6 +41,7 @@ class AdmitMember:
     num_slots: int
     share_from: int = 0
     num_shared_blocks: int = 0
+    use_prefix_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,17 @@ class OpStatus(IntEnum):
     UNKNOWN_REQUEST = 6
     INVALID_STATE = 7
     INVALID_ARGUMENT = 8
+    TENANT_QUOTA = 9
 
 
 @dataclass(frozen=True)
 class Table:
+    """num_computed_tokens: KV that is there, or that a sibling computes."""
+
     sequence_id: int
     block_ids: list[int]
     table_version: int
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ class TableDeltas:
 
 @dataclass(frozen=True)
 class PoolLevels:
+    """num_free_blocks: those that hold a cached prefix which nobody uses are free as well."""
+
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
     num_free_sequences: int = 0

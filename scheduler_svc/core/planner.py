@@ -96,8 +96,16 @@ class StepPlan:
 class Planner:
     """Plans steps under a policy and a decoding strategy."""
 
-    def __init__(self, policy: Policy, decoding: DecodingStrategy, watermark: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        decoding: DecodingStrategy,
+        watermark: float,
+        *,
+        use_prefix_cache: bool = False,
+    ) -> None:
         """`watermark`: share of the pool that an admission must leave free, in [0, 1)."""
+        self._use_prefix_cache = use_prefix_cache
         self._policy = policy
         self._decoding = decoding
         self._watermark = watermark
@@ -126,10 +134,24 @@ class Planner:
             return 0
         if not self._prefix_is_there(plan, sequence) or _must_wait_for_commit(sequence, num_tokens):
             return 0
+        plan.rows.append(self._row(sequence, num_tokens))
+        return num_tokens
+
+    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
         completes = num_tokens == sequence.num_unscheduled_tokens
         num_samples = self._decoding.num_samples(sequence) if completes else 0
-        plan.rows.append(Row(sequence, sequence.num_scheduled_tokens, num_tokens, num_samples))
-        return num_tokens
+        return Row(sequence, sequence.num_scheduled_tokens, num_tokens, num_samples)
+
+    def after_admission(self, plan: StepPlan, group: SequenceGroup) -> StepPlan:
+        """The plan, now that it is known how much of the group's tokens was cached: its row
+        begins after that, and is no longer than it was."""
+        rows = [
+            self._row(row.sequence, min(row.num_input_tokens, row.sequence.num_unscheduled_tokens))
+            if row.sequence.group is group
+            else row
+            for row in plan.rows
+        ]
+        return StepPlan(rows, plan.admissions)
 
     def _prefix_is_there(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether the shared prefix a sequence resumes on is computed by the end of this step.
@@ -147,7 +169,7 @@ class Planner:
         free = view.num_free_blocks - self._growth(plan, view.block_size)
         num_running = len(plan.rows)
         for group in self._policy.admission_order(view.waiting):
-            members = admit_members(group, view.block_size)
+            members = admit_members(group, view.block_size, use_prefix_cache=self._use_prefix_cache)
             needed = sum(
                 -(-member.num_slots // view.block_size) - member.num_shared_blocks
                 for member in members
@@ -191,14 +213,22 @@ def _must_wait_for_commit(sequence: Sequence, num_tokens: int) -> bool:
     )
 
 
-def admit_members(group: SequenceGroup, block_size: int) -> tuple[AdmitMember, ...]:
+def admit_members(
+    group: SequenceGroup, block_size: int, *, use_prefix_cache: bool
+) -> tuple[AdmitMember, ...]:
     """Slots for every live candidate; those after the first share the prompt's full blocks."""
     first, *others = group.live
     num_shared = len(group.request.prompt_token_ids) // block_size
     return (
-        AdmitMember(first.sequence_id, first.num_tokens),
+        AdmitMember(first.sequence_id, first.num_tokens, use_prefix_cache=use_prefix_cache),
         *(
-            AdmitMember(sibling.sequence_id, sibling.num_tokens, first.sequence_id, num_shared)
+            AdmitMember(
+                sibling.sequence_id,
+                sibling.num_tokens,
+                first.sequence_id,
+                num_shared,
+                use_prefix_cache,
+            )
             for sibling in others
         ),
     )

@@ -163,6 +163,8 @@ class SequenceGroup:
     first_scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     num_preemptions: int = 0
+    # Of the prompt, when it was first admitted; None before.
+    num_cached_tokens: int | None = None
     # While ARRIVING: what it arrives with, to be entered again if that is never answered.
     arriving: tuple[ArrivingCandidate, ...] = ()
 
@@ -172,6 +174,7 @@ class SequenceGroup:
         self.first_scheduled_at_s = former.first_scheduled_at_s
         self.first_token_at_s = former.first_token_at_s
         self.num_preemptions = former.num_preemptions
+        self.num_cached_tokens = former.num_cached_tokens
 
     def move_to(self, status: GroupStatus) -> None:
         """Change the status; an illegal transition is a bug and raises AssertionError."""

@@ -272,9 +272,9 @@ class Stepper:
                 sequence.num_writable_slots = len(sequence.block_table) * self.block_size
 
     def _on_admitted(self, group: SequenceGroup, result: ops.OpResult) -> None:
-        if result.status is ops.OpStatus.NO_FREE_BLOCKS:
+        assert self._plan is not None
+        if result.status in (ops.OpStatus.NO_FREE_BLOCKS, ops.OpStatus.TENANT_QUOTA):
             # The free count was an estimate; it waits on, where it stood.
-            assert self._plan is not None
             self._plan = self._plan.without({id(group)})
             return
         assert result.status is ops.OpStatus.OK, result
@@ -282,6 +282,9 @@ class Stepper:
         if group.first_scheduled_at_s is None:
             group.first_scheduled_at_s = self.now_s
         self.mirror.take_tables(group, result.tables, self.block_size)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = group.live[0].num_computed_tokens
+        self._plan = self._strategies.planner.after_admission(self._plan, group)
 
     def _go_on_with_plan(self, plan: StepPlan) -> None:
         """The step's blocks were asked for: execute it, or make room and ask again."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core import ops
+from scheduler_svc.core import adoption, ops
 from scheduler_svc.core.planner import Row, StepPlan
 from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
 
@@ -48,28 +48,29 @@ class WorkerMirror:
             sequence.table_version = version
         self._deltas.extend(row for row in rows if self.sequences[row[0]].on_worker)
         if len(result.copy_src):
+            # Those of an Admit have no rows here: its whole tables come with its result.
             owner = {block_id: sequence_id for sequence_id, _, block_id, _ in rows}
             self._copies.extend(
-                (owner[dst], src, dst)
+                (owner.get(dst), src, dst)
                 for src, dst in zip(result.copy_src.tolist(), result.copy_dst.tolist(), strict=True)
             )
 
     def take_tables(
         self, group: SequenceGroup, tables: tuple[ops.Table, ...], block_size: int
     ) -> None:
-        """The group was admitted: whole tables, of which siblings share the first blocks."""
-        first, *others = group.live
-        num_shared = len(group.request.prompt_token_ids) // block_size
-        for sibling in others:
-            sibling.num_computed_tokens = num_shared * block_size
-            if num_shared:
-                sibling.prefix_source = first
-                sibling.prefix_source_tokens = num_shared * block_size
+        """The group was admitted: whole tables, of which siblings share the first blocks, and the
+        first ones of which may have come from the prefix cache."""
+        num_shared_tokens = len(group.request.prompt_token_ids) // block_size * block_size
         for table in tables:
             sequence = self.sequences[table.sequence_id]
             sequence.block_table = list(table.block_ids)
             sequence.table_version = table.table_version
+            is_first = sequence is group.live[0]
+            sequence.num_computed_tokens = max(
+                table.num_computed_tokens, 0 if is_first else num_shared_tokens
+            )
             sequence.num_writable_slots = len(table.block_ids) * block_size
+        adoption.find_prefix_sources(group.live, block_size)
 
     def add(self, sequence: Sequence) -> None:
         """One more candidate of its group, by the id it has got."""
@@ -105,7 +106,10 @@ class WorkerMirror:
         With no such row nothing is taken out: what is pending goes with the next step.
         """
         rows = [row for row in plan.rows if _runs(row.sequence)]
-        starting = [row.sequence for row in rows if not row.sequence.on_worker]
+        # A copy whose owner lost its blocks meanwhile must not be made: somebody else may have
+        # the destination by now.
+        copies = [c for c in self._copies if self._holds(c[0], c[2])]
+        starting = self._starting(rows, {dst for _, _, dst in copies})
         step = ops.Step(
             step_id=step_id,
             starts=tuple(_start(sequence, eos_token_ids) for sequence in starting),
@@ -122,12 +126,10 @@ class WorkerMirror:
         )
         if not rows:
             return step, rows
+        for sequence in starting:
+            sequence.on_worker = True
         for row in rows:
-            row.sequence.on_worker = True
             row.issue()
-        # A copy whose owner lost its blocks meanwhile must not be made: somebody else may
-        # have the destination by now.
-        copies = [c for c in self._copies if self._holds(c[0], c[2])]
         self._deltas, self._copies, self._dropped = [], [], []
         step = replace(
             step,
@@ -135,6 +137,16 @@ class WorkerMirror:
             copy_dst=np.array([dst for _, _, dst in copies], np.int32),
         )
         return step, rows
+
+    def _starting(self, rows: list[Row], destinations: set[int]) -> list[Sequence]:
+        """Sequences the worker is to be told in full: those with rows, and those whose blocks it
+        is to copy into."""
+        by_id = {row.sequence.sequence_id: row.sequence for row in rows}
+        if destinations:
+            for sequence in self.sequences.values():
+                if _runs(sequence) and destinations.intersection(sequence.block_table):
+                    by_id[sequence.sequence_id] = sequence
+        return [sequence for sequence in by_id.values() if not sequence.on_worker]
 
     def _holds(self, sequence_id: int | None, block_id: int) -> bool:
         if sequence_id is None:

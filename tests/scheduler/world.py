@@ -260,7 +260,8 @@ class World:
         assert self.machine.idle
         assert stats.num_requests == 0
         assert stats.num_sequences == 0
-        assert stats.levels.num_free_blocks == self.num_blocks
+        levels = stats.levels
+        assert levels.num_free_blocks + levels.num_cached_blocks == self.num_blocks
         # The worker hears with the next step of what it may forget.
         self.arrive("last", [1], max_tokens=1)
         self.run()
