@@ -37,7 +37,7 @@ class SegmentLimits:
     recovery takes (about 0.13 ms each), the age how long what is no longer needed stays."""
 
     max_bytes: int = 64 * 1024 * 1024
-    max_records: int = 4096
+    max_records: int = 2048
     max_age_ms: int = 3_600_000
 
 
