@@ -15,7 +15,7 @@ import importlib.machinery
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -296,7 +296,7 @@ MUTANTS = (
     ),
     _mutant(
         "an adopted candidate does not wait for its prefix",
-        (ADOPTION, "    _find_prefix_sources(group.live, block_size)\n", ""),
+        (ADOPTION, "    find_prefix_sources(group.live, block_size)\n", ""),
     ),
     _mutant(
         "an adopted candidate that has ended keeps its blocks",
@@ -422,11 +422,11 @@ def hunt(mutant: Mutant, max_seeds: int) -> Find:
     return Find(mutant.name, None)
 
 
-def hunt_all(mutants: Sequence[Mutant], max_seeds: int, num_processes: int) -> list[Find]:
-    """Each mutant in a process of its own."""
+def hunt_all(mutants: Sequence[Mutant], max_seeds: int, num_processes: int) -> Iterator[Find]:
+    """Each mutant in a process of its own; in order, as they are found."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, max_tasks_per_child=1) as executor:
-        return list(executor.map(partial(hunt, max_seeds=max_seeds), mutants))
+        yield from executor.map(partial(hunt, max_seeds=max_seeds), mutants)
 
 
 def main(
@@ -436,14 +436,15 @@ def main(
 ) -> None:
     """Plant every bug and find it."""
     mutants = [mutant for mutant in MUTANTS if only in mutant.name]
-    finds = hunt_all(mutants, max_seeds, processes)
-    width = max((len(find.name) for find in finds), default=0)
-    for find in finds:
+    width = max((len(mutant.name) for mutant in mutants), default=0)
+    survivors = 0
+    for find in hunt_all(mutants, max_seeds, processes):
         seed = "SURVIVES" if find.seed is None else f"seed {find.seed}"
-        print(f"{find.name:<{width}}  {seed:>8}  {find.check}")
-    survivors = sum(find.seed is None for find in finds)
-    print(f"{len(finds) - survivors} of {len(finds)} mutants found, within {max_seeds} seeds each")
-    raise typer.Exit(1 if survivors or not finds else 0)
+        print(f"{find.name:<{width}}  {seed:>8}  {find.check}", flush=True)
+        survivors += find.seed is None
+    num_found = len(mutants) - survivors
+    print(f"{num_found} of {len(mutants)} mutants found, within {max_seeds} seeds each")
+    raise typer.Exit(1 if survivors or not mutants else 0)
 
 
 if __name__ == "__main__":
