@@ -20,6 +20,9 @@ from octavo.v1 import kvmem_pb2 as pb
 from octavo.v1 import types_pb2
 
 DIGEST_BYTES = 16
+# The content of a batch up to this size is its own digest: what is kept of the last few batches
+# is small, and a batch sent again is rare, so hashing every one costs more than it is good for.
+MAX_VERBATIM_BYTES = 64 * 1024
 
 # --- wire to core ----------------------------------------------------------------------
 
@@ -55,7 +58,9 @@ def _batch(fence: b.Fence, batch_seq: int, step: pb.StepOps, encoded: bytes) -> 
         ops = [_op_from_pb(op) for op in step.ops]
     except ColumnError as error:
         raise InvalidBatch(str(error)) from error
-    digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+    digest = encoded
+    if len(encoded) > MAX_VERBATIM_BYTES:
+        digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return b.Batch(fence, batch_seq, step.step_id, step.acknowledged_step, ops, digest, encoded)
 
 
@@ -176,7 +181,8 @@ def levels_to_pb(levels: b.PoolLevels) -> types_pb2.PoolLevels:
 def result_to_pb(result: b.BatchResult) -> pb.BatchResult:
     message = pb.BatchResult(
         batch_seq=result.batch_seq,
-        results=[_op_result_to_pb(one) for one in result.results],
+        # Most ops of a step have nothing to say.
+        results=[_OK if one is b.OK else _op_result_to_pb(one) for one in result.results],
         levels=levels_to_pb(result.levels),
     )
     deltas, copies = result.deltas, result.copies
@@ -227,6 +233,9 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
         case b.Reserved(failed_groups):
             message.reserved.failed_groups = failed_groups.tobytes()
     return message
+
+
+_OK = _op_result_to_pb(b.OK)
 
 
 def pool_confirmed_to_pb(
