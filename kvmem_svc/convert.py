@@ -88,13 +88,20 @@ def _arrive(op: pb.Arrive) -> b.Arrive:
             )
             for one in op.candidates
         ],
+        op.cache_salt,
     )
 
 
 def _admit(op: pb.Admit) -> b.Admit:
     return b.Admit(
         [
-            b.AdmitMember(m.sequence_id, m.num_slots, m.share_from, m.num_shared_blocks)
+            b.AdmitMember(
+                m.sequence_id,
+                m.num_slots,
+                m.share_from,
+                m.num_shared_blocks,
+                m.use_prefix_cache,
+            )
             for m in op.members
         ]
     )
@@ -225,6 +232,7 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
                     sequence_id=table.sequence_id,
                     block_ids=table.block_ids.tobytes(),
                     table_version=table.table_version,
+                    num_computed_tokens=table.num_computed_tokens,
                 )
         case b.Forked(child_sequence_ids, block_ids, table_version):
             message.forked.child_sequence_ids.extend(child_sequence_ids)
@@ -263,6 +271,7 @@ def adopted_to_pb(request: AdoptedRequest) -> pb.AdoptedRequest:
         tenant=request.tenant,
         request_spec=request.request_spec,
         request_digest=request.request_digest,
+        cache_salt=request.cache_salt,
         sequences=map(_adopted_sequence_to_pb, request.sequences),
     )
 

@@ -74,6 +74,7 @@ def _check_record(op: b.Arrive) -> None:
         "tenant_bytes": len(op.tenant.encode()),
         "request_spec_bytes": len(op.request_spec),
         "request_digest_bytes": len(op.request_digest),
+        "cache_salt_bytes": len(op.cache_salt.encode()),
         "num_candidates": op.num_candidates,
     }
     for name, size in sizes.items():

@@ -31,6 +31,7 @@ class OpStatus(IntEnum):
     UNKNOWN_REQUEST = 6
     INVALID_STATE = 7
     INVALID_ARGUMENT = 8
+    TENANT_QUOTA = 9
 
 
 class FinishReason(IntEnum):
@@ -95,6 +96,7 @@ class Arrive:
     request_spec: bytes = b""
     request_digest: bytes = b""
     candidates: Sequence[ArrivingCandidate] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class AdmitMember:
     num_slots: int
     share_from: int = 0
     num_shared_blocks: int = 0
+    use_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +204,12 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
+    """num_computed_tokens: from the start, of which the KV need not be computed."""
+
     sequence_id: int
     block_ids: Column
     table_version: int
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from kvmem_svc.core.sequences import SequenceTable, Status
 
 def check_levels(pool: BlockPool) -> None:
     """Each count is kept on its own; together they are the pool."""
-    counts = (pool.num_free, pool.num_in_use, pool.num_quarantined)
+    counts = (pool.num_free, pool.num_cached, pool.num_in_use, pool.num_quarantined)
     if sum(counts) != pool.num_blocks or min(counts) < 0:
         _violated(
-            f"free {pool.num_free} + in use {pool.num_in_use} + quarantined"
-            f" {pool.num_quarantined} is not {pool.num_blocks}"
+            f"free {pool.num_free} + cached {pool.num_cached} + in use {pool.num_in_use} +"
+            f" quarantined {pool.num_quarantined} is not {pool.num_blocks}"
         )
 
 
@@ -31,6 +31,8 @@ def check_integrity(manager: BlockManager) -> None:
     _check_references(manager.pool, held)
     _check_each_block_is_once(manager.pool, held)
     _check_writers(manager.pool, manager.sequences)
+    _check_cache(manager.pool)
+    _check_chains(manager.sequences)
 
 
 def _held_counts(pool: BlockPool, table: SequenceTable) -> np.ndarray:
@@ -59,14 +61,15 @@ def _check_references(pool: BlockPool, held: np.ndarray) -> None:
 def _check_each_block_is_once(pool: BlockPool, held: np.ndarray) -> None:
     free = np.bincount(pool.free_blocks(), minlength=held.size)
     quarantined = np.bincount(pool.quarantined_blocks(), minlength=held.size)
-    places = free + quarantined + (held > 0)
+    cached = np.bincount(pool.cached_blocks(), minlength=held.size)
+    places = free + cached + quarantined + (held > 0)
     wrong = np.flatnonzero(places != 1)
     if wrong.size:
         block = int(wrong[0])
         _violated(
             f"{wrong.size} blocks are not in exactly one place; block {block} is"
-            f" {free[block]} times free, {quarantined[block]} times in quarantine and held by"
-            f" {held[block]} tables"
+            f" {free[block]} times free, {cached[block]} times cached, {quarantined[block]} times"
+            f" in quarantine and held by {held[block]} tables"
         )
     if int(quarantined.sum()) != pool.num_quarantined:
         _violated(
@@ -101,12 +104,42 @@ def _check_sequences(table: SequenceTable, manager: BlockManager) -> None:
 
 
 def _check_writers(pool: BlockPool, table: SequenceTable) -> None:
-    """A row that is taken for a sole holder must be one: else it would write in place."""
+    """A row that is taken for the sole holder of what it may write to must be that: else it
+    would write in place."""
     for row in table.live_rows():
         if not table.may_share[row]:
-            blocks = table.tables[row, : table.table_len[row]]
-            if (pool.ref_counts[blocks] > 1).any():
+            first = table.num_computed[row] // table.block_size
+            blocks = table.tables[row, first : table.table_len[row]]
+            if (pool.ref_counts[blocks] > 1).any() or pool.cache.is_published(blocks).any():
                 _violated(f"sequence {table.live_ids[row]} shares blocks and does not know it")
+
+
+def _check_cache(pool: BlockPool) -> None:
+    """The index and the published blocks are the same, and so are cached blocks without holder."""
+    cache, used = pool.cache, pool.num_ever_used
+    published = np.flatnonzero(cache.serials[:used])
+    if sorted(cache.index.values()) != published.tolist():
+        _violated(f"{published.size} blocks are published, the index has {len(cache.index)}")
+    for key, block in cache.index.items():
+        if cache.key_of(block) != key:
+            _violated(f"the index finds block {block} by a key that is not its own")
+    roots = published[cache.parent_serials[published] == 0]
+    if sorted(cache.domains) != roots.tolist():
+        _violated(f"{roots.size} published blocks begin a chain, {len(cache.domains)} are known to")
+    cached = np.flatnonzero(pool.is_cached(np.arange(used)))
+    if sorted(pool.cached_blocks().tolist()) != cached.tolist():
+        _violated(f"{cached.size} blocks are cached, the queue has {pool.num_cached}")
+    if not cache.is_published(cached).all() or pool.cache.is_published(pool.free_blocks()).any():
+        _violated("a cached block is not published, or a free one is")
+
+
+def _check_chains(table: SequenceTable) -> None:
+    """A row is caching if it has a chain to go on from; what that stands for is whole blocks."""
+    if set(table.chains) != set(np.flatnonzero(table.is_caching).tolist()):
+        _violated("rows with a chain are not those that are caching")
+    chained = table.chained_len
+    if (chained % table.block_size).any() or (chained > table.length).any():
+        _violated("a chain stands for half a block, or for more than the sequence's tokens")
 
 
 def _violated(what: str) -> NoReturn:

@@ -33,6 +33,7 @@ ARRIVE_RANGES: Mapping[str, Range] = {
     "tenant_bytes": Range(0, 256),
     "request_spec_bytes": Range(0, 64 * 1024),
     "request_digest_bytes": Range(0, 64),
+    "cache_salt_bytes": Range(0, 256),
     "num_candidates": Range(1, 64),
 }
 

@@ -8,6 +8,7 @@ and from there on it cannot fail. So there is never half an op to undo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvmem_svc.core.errors import OpMistake
 from kvmem_svc.core.limits import MAX_RECORDS_PER_SEQUENCE
 from kvmem_svc.core.mutations import Expired
 from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.publication import publish_computed
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import RUNNING, SequenceTable, Status, require
 from kvmem_svc.core.slots import StepEffects, commit_slots, groups_that_fit, plan_slots
@@ -31,7 +33,7 @@ class BlockManager:
 
     def __init__(self, max_sequences: int, geometry: PoolGeometry) -> None:
         self.geometry = geometry
-        self.pool = BlockPool(geometry.num_blocks)
+        self.pool = BlockPool(geometry.num_blocks, geometry.block_size)
         self.sequences = SequenceTable(max_sequences, geometry)
         self.requests: dict[str, RequestRecord] = {}
         self.num_preemptions = 0
@@ -68,7 +70,7 @@ class BlockManager:
 
         Raises MemoryError, with nothing changed.
         """
-        pool = BlockPool(geometry.num_blocks)
+        pool = BlockPool(geometry.num_blocks, geometry.block_size)
         self.sequences.reshape(geometry)
         self.pool, self.geometry = pool, geometry
 
@@ -109,6 +111,7 @@ class BlockManager:
             op.tenant,
             op.request_spec,
             op.request_digest,
+            op.cache_salt,
         )
         self._next_arrival_number += 1
         self.requests[op.request_id] = record
@@ -137,10 +140,10 @@ class BlockManager:
     # --- blocks for a first time, and back ---------------------------------------------
 
     def _admit(self, op: b.Admit) -> OpResult:
-        plan = plan_admission(self.sequences, op)
-        if plan.num_blocks > self.pool.num_free:
+        plan = plan_admission(self.sequences, self.pool, op)
+        if plan.num_blocks > self.pool.num_available:
             return self._no_free_blocks("admit", plan.num_blocks)
-        tables = commit_admission(self.sequences, self.pool, plan)
+        tables = commit_admission(self.sequences, self.pool, plan, self._effects)
         return OpResult(OpStatus.OK, value=b.Admitted(tables))
 
     def _preempt(self, op: b.Preempt) -> OpResult:
@@ -189,7 +192,10 @@ class BlockManager:
     # --- steps -------------------------------------------------------------------------
 
     def _commit(self, op: b.Commit) -> OpResult:
-        commit_tokens(self.sequences, plan_commit(self.sequences, op), op)
+        plan = plan_commit(self.sequences, op)
+        before = self.sequences.num_computed[plan.rows]
+        commit_tokens(self.sequences, plan, op)
+        publish_computed(self.sequences, self.pool, plan.rows, before)
         return OK
 
     def _reserve(self, op: b.Reserve) -> OpResult:
@@ -197,7 +203,7 @@ class BlockManager:
         rows = table.rows_of(op.sequence_ids)
         self._check_reserve(op, rows)
         plan = plan_slots(table, self.pool, rows, table.num_computed[rows], op.num_slots)
-        if plan.num_blocks <= self.pool.num_free:
+        if plan.num_blocks <= self.pool.num_available:
             commit_slots(table, self.pool, plan, self._effects)
             return OK
         sizes = op.group_sizes if op.group_sizes.size else np.ones(rows.size, np.int32)
@@ -210,7 +216,7 @@ class BlockManager:
         return OpResult(
             OpStatus.NO_FREE_BLOCKS,
             f"reserve: {failed.size} of {fits.size} groups got no blocks,"
-            f" {self.pool.num_free} are free",
+            f" {self.pool.num_available} are free",
             b.Reserved(failed),
         )
 
@@ -256,12 +262,14 @@ class BlockManager:
         plan = plan_slots(
             table, self.pool, rows, np.array([length], np.int32), np.array([new_length], np.int32)
         )
-        if plan.num_blocks > self.pool.num_free:
+        if plan.num_blocks > self.pool.num_available:
             return self._no_free_blocks("append", plan.num_blocks)
+        before = table.num_computed[rows]
         table.tokens[row, length:new_length] = op.token_ids
         table.length[row] = new_length
         table.num_computed[row] = length
         commit_slots(table, self.pool, plan, self._effects)
+        publish_computed(table, self.pool, rows, before)
         return OK
 
     def _fork(self, op: b.Fork) -> OpResult:
@@ -328,6 +336,9 @@ class BlockManager:
         table.set_state(child, table.scheduler_state(parent))
         table.status[child] = Status.RUNNING
         table.may_share[child] = True
+        if table.is_caching[parent]:
+            chain = replace(table.chain_of(parent))
+            table.begin_caching(child, chain, int(table.chained_len[parent]))
         return child
 
     # --- normal results of a full memory -----------------------------------------------
@@ -335,7 +346,7 @@ class BlockManager:
     def _no_free_blocks(self, op: str, needed: int) -> OpResult:
         return OpResult(
             OpStatus.NO_FREE_BLOCKS,
-            f"{op}: {needed} blocks are needed, {self.pool.num_free} are free",
+            f"{op}: {needed} blocks are needed, {self.pool.num_available} are free",
         )
 
     def _no_free_sequences(self, needed: int) -> OpResult:

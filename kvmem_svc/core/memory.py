@@ -235,6 +235,7 @@ class KvMemory:
             return PoolLevels(num_free_sequences=self.max_sequences)
         return PoolLevels(
             num_free_blocks=manager.pool.num_free,
+            num_cached_blocks=manager.pool.num_cached,
             num_in_use_blocks=manager.pool.num_in_use,
             num_quarantined_blocks=manager.pool.num_quarantined,
             num_free_sequences=manager.sequences.num_free_rows,

@@ -1,4 +1,4 @@
-"""The block pool: which physical blocks are free, in use, or waiting for a step to end.
+"""The block pool: which physical blocks are free, cached, in use, or waiting for a step to end.
 
 Reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023, §4.4). The
 quarantine is Octavo's own: a worker runs steps behind the memory service's back, so a block
@@ -12,6 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from kvmem_svc.core.batch import NO_INT32
+from kvmem_svc.core.eviction import EvictionQueue
+from kvmem_svc.core.prefix_cache import PrefixCache
+
 Blocks = npt.NDArray[np.integer]
 
 
@@ -20,10 +24,13 @@ class BlockPool:
 
     `ref_counts` is int32[num_blocks]; only the pages of blocks ever handed out are touched,
     and so are those of the free list: a stack of returned blocks above the ones not used yet.
+    A block that nobody refers to and that `cache` has published keeps its content until there
+    is no other one left to hand out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
+        self.cache = PrefixCache(num_blocks, block_size)
         self.ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self.num_in_use = 0
         self.num_quarantined = 0
@@ -31,11 +38,18 @@ class BlockPool:
         self.num_allocations = 0
         self.num_freed = 0
         self.num_copies_on_write = 0
+        self.num_evictions = 0
         self._returned = np.empty(num_blocks, np.int32)
         self._num_returned = 0
         self._num_ever_used = 0
-        # Release step -> blocks. At most one key per step in flight, and one more.
-        self._quarantine: dict[int, list[Blocks]] = {}
+        # Every retirement has a stamp, which its blocks bear until they are used again: what
+        # quarantine and queue hold of a block under another stamp is stale.
+        self._stamps: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._last_stamp = 0
+        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self._evictable = EvictionQueue(self._stamps)
+        # Release step -> (stamp, blocks). At most one key per step in flight, and one more.
+        self._quarantine: dict[int, list[tuple[int, Blocks]]] = {}
         self._step_id = 0
         self._acknowledged_step = 0
         # Step -> destination -> source of the copies it makes; steps not acknowledged only.
@@ -49,6 +63,20 @@ class BlockPool:
         return self._num_returned + self.num_blocks - self._num_ever_used
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds, whose content may still be asked for."""
+        return self._evictable.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now."""
+        return self.num_free + self.num_cached
+
+    def is_cached(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """bool, one for each of `blocks`: available, and published."""
+        return self._is_cached[blocks]
+
+    @property
     def num_ever_used(self) -> int:
         """Blocks with an id of this or above have never been handed out."""
         return self._num_ever_used
@@ -59,8 +87,13 @@ class BlockPool:
 
     def quarantined_blocks(self) -> Blocks:
         """All blocks in quarantine, int32, in no special order. For integrity checks."""
-        held = [blocks for group in self._quarantine.values() for blocks in group]
-        return np.concatenate(held) if held else np.zeros(0, np.int32)
+        held = [one for group in self._quarantine.values() for one in group]
+        blocks = [self._still_there(stamp, blocks) for stamp, blocks in held]
+        return np.concatenate([np.zeros(0, np.int32), *blocks])
+
+    def cached_blocks(self) -> Blocks:
+        """All cached blocks, int32, the first to be evicted first. For integrity checks."""
+        return self._evictable.blocks()
 
     def begin_step(self, step_id: int, acknowledged_step: int) -> None:
         """Step `step_id` is being prepared; what waited for `acknowledged_step` is free."""
@@ -72,9 +105,10 @@ class BlockPool:
             if self._pending_step <= acknowledged_step:
                 self._pending = {}
         for due in [step for step in self._quarantine if step <= acknowledged_step]:
-            for blocks in self._quarantine.pop(due):
+            for stamp, retired in self._quarantine.pop(due):
+                blocks = self._still_there(stamp, retired)
                 self.num_quarantined -= blocks.size
-                self._put_back(blocks)
+                self._come_back(stamp, blocks)
 
     def take_over(self, step_id: int, last_executed_step: int) -> None:
         """A new epoch goes on with step `step_id`, the one that was being prepared or a later one.
@@ -100,23 +134,43 @@ class BlockPool:
     def _hold_longer(self, blocks: Blocks, release_step: int) -> None:
         """Those of `blocks` that are in quarantine stay there until `release_step`."""
         for step in [step for step in self._quarantine if step < release_step]:
-            for held in self._quarantine.pop(step):
+            for stamp, retired in self._quarantine.pop(step):
+                held = self._still_there(stamp, retired)
                 self.num_quarantined -= held.size
                 longer = np.isin(held, blocks)
-                self._hold(held[longer], release_step)
-                self._hold(held[~longer], step)
+                self._hold(stamp, held[longer], release_step)
+                self._hold(stamp, held[~longer], step)
 
     @property
     def pending_copies(self) -> Mapping[int, int]:
         """Destination -> source of the copies taken over, until their step is acknowledged."""
         return self._pending
 
-    def allocate(self, count: int) -> Blocks:
-        """Take `count` free blocks, each with one reference; int32[count].
+    def copy_destinations(self) -> Blocks:
+        """Blocks that steps not acknowledged yet copy to, int32."""
+        if not self._copies:
+            return NO_INT32
+        return np.array([dst for copies in self._copies.values() for dst in copies], np.int32)
 
-        The caller has planned: asking for more than `num_free` is a bug.
+    def allocate(self, count: int) -> Blocks:
+        """Take `count` blocks, each with one reference; int32[count]. Cached ones are evicted
+        when there are not enough free ones.
+
+        The caller has planned: asking for more than `num_available` is a bug.
         """
-        assert 0 <= count <= self.num_free, f"{count} blocks of {self.num_free} free ones"
+        assert 0 <= count <= self.num_available, f"{count} blocks of {self.num_available}"
+        num_free = min(count, self.num_free)
+        blocks = self._take_free(num_free)
+        if num_free < count:
+            blocks = np.concatenate((blocks, self._evict(count - num_free)))
+        assert not self.ref_counts[blocks].any(), f"one of {blocks} still has references"
+        self.ref_counts[blocks] = 1
+        self.num_in_use += count
+        self.num_allocations += count
+        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+        return blocks
+
+    def _take_free(self, count: int) -> Blocks:
         num_again = min(count, self._num_returned)
         top = self._num_returned - num_again
         blocks = self._returned[top : self._num_returned][::-1].copy()
@@ -126,12 +180,37 @@ class BlockPool:
             self._num_ever_used = start + count - num_again
             first_time = np.arange(start, self._num_ever_used, dtype=np.int32)
             blocks = np.concatenate((blocks, first_time)) if num_again else first_time
-        assert not self.ref_counts[blocks].any(), f"one of {blocks} still has references"
-        self.ref_counts[blocks] = 1
-        self.num_in_use += count
-        self.num_allocations += count
-        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
         return blocks
+
+    def _evict(self, count: int) -> Blocks:
+        blocks = self._evictable.take(count)
+        self.cache.forget(blocks)  # before anything else can happen to them
+        self._is_cached[blocks] = False
+        self._stamps[blocks] = 0
+        self.num_evictions += count
+        return blocks
+
+    def hold(self, blocks: Blocks) -> None:
+        """Add one reference to each of `blocks` (distinct, published), which may have none yet:
+        then it is neither evicted nor, where it waits for a step, given to anybody else."""
+        idle = blocks[self.ref_counts[blocks] == 0]
+        if idle.size:
+            num_cached = int(np.count_nonzero(self._is_cached[idle]))
+            self._evictable.remove(num_cached)
+            self.num_quarantined -= idle.size - num_cached
+            self._is_cached[idle] = False
+            self._stamps[idle] = 0
+            self.num_in_use += idle.size
+            self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+        self.ref_counts[blocks] += 1
+
+    def drop_content(self, blocks: Blocks) -> None:
+        """`blocks` are not published any more: those that were only cached are free."""
+        cached = blocks[self._is_cached[blocks]]
+        self._evictable.remove(cached.size)
+        self._is_cached[cached] = False
+        self._stamps[cached] = 0
+        self._put_back(cached)
 
     def reference(self, blocks: Blocks, count: int = 1) -> None:
         """Add `count` references to each of `blocks` (distinct, in use)."""
@@ -148,7 +227,7 @@ class BlockPool:
     def copy_on_write(self, sources: Blocks, destinations: Blocks) -> Blocks:
         """Note that the step being prepared copies sources -> destinations.
 
-        Each source loses one reference, of several; a source may be named more than once.
+        Each source loses one reference; a source may be named more than once.
         Both sides are held until the step is acknowledged. Returns the blocks to read from:
         a source which the same step fills by a copy is replaced by where that one reads, so
         the copies of a step may be carried out in any order or at once.
@@ -159,6 +238,9 @@ class BlockPool:
         copies = self._copies.setdefault(self._step_id, {})
         origins = [copies.get(block, block) for block in source_ids]
         copies.update(zip(destinations.tolist(), origins, strict=True))
+        left_alone = np.unique(sources[self.ref_counts[sources] == 0])
+        if left_alone.size:  # published: even its only holder does not write to it
+            self._retire(left_alone)
         return np.array(origins, np.int32)
 
     def _retire(self, blocks: Blocks) -> None:
@@ -169,21 +251,39 @@ class BlockPool:
         """
         self.num_in_use -= blocks.size
         self.num_freed += blocks.size
+        self._last_stamp = stamp = self._last_stamp + 1
+        self._stamps[blocks] = stamp
         copies = self._copies.get(self._step_id)
         if copies:
             in_copy = np.isin(blocks, np.array([*copies.keys(), *copies.values()], np.int32))
-            self._hold(blocks[in_copy], self._step_id)
+            self._hold(stamp, blocks[in_copy], self._step_id)
             blocks = blocks[~in_copy]
         newest_issued_step = self._step_id - 1
         if newest_issued_step <= self._acknowledged_step:
-            self._put_back(blocks)
+            self._come_back(stamp, blocks)
         else:
-            self._hold(blocks, newest_issued_step)
+            self._hold(stamp, blocks, newest_issued_step)
 
-    def _hold(self, blocks: Blocks, release_step: int) -> None:
+    def _hold(self, stamp: int, blocks: Blocks, release_step: int) -> None:
         if blocks.size:
-            self._quarantine.setdefault(release_step, []).append(blocks)
+            self._quarantine.setdefault(release_step, []).append((stamp, blocks))
             self.num_quarantined += blocks.size
+
+    def _still_there(self, stamp: int, blocks: Blocks) -> Blocks:
+        """Those of the blocks retired with `stamp` that were not used again."""
+        return blocks[self._stamps[blocks] == stamp]
+
+    def _come_back(self, stamp: int, blocks: Blocks) -> None:
+        """No step can touch `blocks` any more: published ones are cached, the last one of a table
+        to be evicted first; the others are free."""
+        published = self.cache.is_published(blocks)
+        if published.any():
+            cached = blocks[published][::-1]
+            self._is_cached[cached] = True
+            self._evictable.add(stamp, cached)
+            blocks = blocks[~published]
+        self._stamps[blocks] = 0
+        self._put_back(blocks)
 
     def _put_back(self, blocks: Blocks) -> None:
         top = self._num_returned + blocks.size

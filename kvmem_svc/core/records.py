@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmem_svc.core.batch import Column, FinishReason
+from kvmem_svc.core.prefix_cache import Domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,14 @@ class RequestRecord:
     tenant: str
     request_spec: bytes
     request_digest: bytes
+    cache_salt: str = ""
     live: dict[int, int] = field(default_factory=dict)
     finished: dict[int, FinishedSequence] = field(default_factory=dict)
+
+    @property
+    def domain(self) -> Domain:
+        """Where its prefixes are cached."""
+        return Domain(self.tenant, self.cache_salt)
 
     def free_candidates(self) -> list[int]:
         """Numbers a new child may take, lowest first.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvmem_svc.core.batch import Column, OpStatus, PoolGeometry
 from kvmem_svc.core.errors import OpMistake
+from kvmem_svc.core.prefix_cache import Chain
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 
 Rows = npt.NDArray[np.intp]
@@ -62,8 +63,10 @@ class SequenceTable:
     """Rows 0 .. max_sequences - 1. Matrices are zeros that the system backs when touched.
 
     length, num_computed, table_len, table_version, candidate, num_prompt_tokens: int32[rows];
-    status: uint8[rows], 0 for an empty row; may_share: bool[rows], False only when no block of
-    the row can have another holder; state_words: uint64[rows], has_word: bool[rows].
+    status: uint8[rows], 0 for an empty row; may_share: bool[rows], False only when no block that
+    the row may write to can have another holder or be published; is_caching: bool[rows], the
+    row's blocks are published when they are full, as far as chained_len: int32[rows], in tokens,
+    they were, or found; state_words: uint64[rows], has_word: bool[rows].
     tables: int32[rows, max_blocks_per_sequence]; tokens:
     int32[rows, max_model_len + 1], for the last token drawn never needs a slot.
     """
@@ -79,6 +82,10 @@ class SequenceTable:
         self.num_prompt_tokens = np.zeros(max_sequences, np.int32)
         self.status = np.zeros(max_sequences, np.uint8)
         self.may_share = np.zeros(max_sequences, np.bool_)
+        self.is_caching = np.zeros(max_sequences, np.bool_)
+        self.chained_len = np.zeros(max_sequences, np.int32)
+        # Of the rows that are caching: what the block at chained_len goes on from.
+        self.chains: dict[int, Chain] = {}
         # A row's scheduler_state: its word where has_word, else what stands in long_states.
         self.state_words = np.zeros(max_sequences, np.uint64)
         self.has_word = np.zeros(max_sequences, np.bool_)
@@ -199,6 +206,16 @@ class SequenceTable:
         """A copy of the row's block table, int32[table_len]."""
         return self.tables[row, : self.table_len[row]].copy()
 
+    def chain_of(self, row: int) -> Chain:
+        """The chain of a row that is caching."""
+        return self.chains[row]
+
+    def begin_caching(self, row: int, chain: Chain, chained_len: int) -> None:
+        """The row's blocks are to be published, after those of its first chained_len tokens."""
+        self.is_caching[row] = True
+        self.chained_len[row] = chained_len
+        self.chains[row] = chain
+
     def holders(self) -> dict[int, int]:
         """Block -> the sequence that holds it, of several the one in the lowest row."""
         holders: dict[int, int] = {}
@@ -258,6 +275,9 @@ class SequenceTable:
         self.table_len[row] = 0
         self.num_computed[row] = 0
         self.may_share[row] = False
+        self.is_caching[row] = False
+        self.chained_len[row] = 0
+        self.chains.pop(row, None)
 
     def remove(self, row: int) -> RequestRecord:
         """Clear a row whose blocks are gone; its id is never given again."""
@@ -274,12 +294,15 @@ class SequenceTable:
             self.num_prompt_tokens,
             self.status,
             self.may_share,
+            self.is_caching,
+            self.chained_len,
             self.state_words,
             self.has_word,
         ):
             column[row] = 0
         self.records[row] = None
         self.long_states.pop(row, None)
+        self.chains.pop(row, None)
         self._generation[row] += 1
         self._free_rows.append(row)
         return record

@@ -56,7 +56,8 @@ class StepEffects:
 
 @dataclass(slots=True)
 class SharedWrites:
-    """Existing blocks with ref_count > 1 that lie in a range about to be written.
+    """Existing blocks in a range about to be written that are shared: with ref_count > 1, or
+    published, since whoever has the same prefix may come to hold those.
 
     One a row, in order of the plan's rows: `owner` is a position in the plan's rows,
     `table_index` the entry and `block_id` what it holds. int32/intp[W].
@@ -76,7 +77,7 @@ class SlotPlan:
 
     `num_new[i]` blocks at the end of table i; a copy for the shared writes in `to_copy`
     (positions in `shared`): of m writers of a block with ref_count r the first min(m, r - 1)
-    copy, and if nobody else holds it the last one writes in place.
+    copy, and if nobody else holds it the last one writes in place; of a published one all copy.
     """
 
     rows: Rows
@@ -115,7 +116,7 @@ def _shared_writes(
     owner, offset = expand(span)
     table_index = first[owner] + offset
     block_id = sequences.tables[rows[owner], table_index]
-    is_shared = pool.ref_counts[block_id] > 1
+    is_shared = (pool.ref_counts[block_id] > 1) | pool.cache.is_published(block_id)
     return SharedWrites(owner[is_shared], table_index[is_shared], block_id[is_shared])
 
 
@@ -125,7 +126,8 @@ def _first_writers(pool: BlockPool, block_id: Column) -> Column:
     grouped = block_id[order]
     starts = np.flatnonzero(np.diff(grouped, prepend=-1))
     rank = np.arange(grouped.size) - np.repeat(starts, np.diff(starts, append=grouped.size))
-    return np.sort(order[rank < pool.ref_counts[grouped] - 1])
+    num_copies = pool.ref_counts[grouped] - 1 + pool.cache.is_published(grouped)
+    return np.sort(order[rank < num_copies])
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
@@ -138,7 +140,7 @@ def expand(counts: Column) -> tuple[Rows, Column]:
 def commit_slots(
     sequences: SequenceTable, pool: BlockPool, plan: SlotPlan, effects: StepEffects
 ) -> None:
-    """Carry out a plan that fits: `plan.num_blocks` are free."""
+    """Carry out a plan that fits: `plan.num_blocks` are available."""
     if not plan.num_blocks:
         return
     rows = plan.rows
@@ -176,7 +178,7 @@ def groups_that_fit(plan: SlotPlan, group_sizes: Column, pool: BlockPool) -> lis
     A group that fails leaves its shared blocks shared, so what the later ones must copy is
     counted along the way.
     """
-    num_free = pool.num_free
+    num_free = pool.num_available
     shared_of: dict[int, list[int]] = {}
     for owner, block in zip(plan.shared.owner.tolist(), plan.shared.block_id.tolist(), strict=True):
         shared_of.setdefault(owner, []).append(block)
@@ -190,7 +192,7 @@ def groups_that_fit(plan: SlotPlan, group_sizes: Column, pool: BlockPool) -> lis
             needed += num_new[owner]
             for block in shared_of.get(owner, ()):
                 left = ref_counts.get(block, int(pool.ref_counts[block])) - dropped.get(block, 0)
-                if left > 1:
+                if left > 1 or pool.cache.serials[block]:
                     needed += 1
                     dropped[block] = dropped.get(block, 0) + 1
         member += size

@@ -19,6 +19,7 @@ from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import Session
 from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.prefix_cache import KEY_BYTES, Chain, Domain, PrefixCache
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import ROW_MASK, SequenceTable
 from kvmem_svc.core.session import SessionLedger
@@ -31,17 +32,19 @@ LEDGER_SCALARS = ("kvmem_boot_id", "worker_boot_id", "epoch", "mutations_open", 
 MANAGER_SCALARS = ("num_preemptions", "num_expired_requests", "_next_arrival_number")
 POOL_SCALARS = (
     *("num_in_use", "num_quarantined", "peak_in_use", "num_allocations", "num_freed"),
-    *("num_copies_on_write", "_num_returned", "_num_ever_used"),
+    *("num_copies_on_write", "num_evictions", "_num_returned", "_num_ever_used", "_last_stamp"),
     *("_step_id", "_acknowledged_step", "_pending_step"),
 )
+CACHE_SCALARS = ("num_published", "_last_serial")
 # Columns of the sequence table of which the rows of live sequences are dumped; the others are 0.
 ROW_COLUMNS = (
     *("live_ids", "length", "num_computed", "table_len", "table_version", "candidate"),
-    *("num_prompt_tokens", "status", "may_share", "state_words", "has_word"),
+    *("num_prompt_tokens", "status", "may_share", "is_caching", "chained_len"),
+    *("state_words", "has_word"),
 )
 RECORD_SCALARS = (
     *("request_id", "arrival_number", "num_candidates", "num_prompt_tokens", "tenant"),
-    *("request_spec", "request_digest"),
+    *("request_spec", "request_digest", "cache_salt"),
 )
 
 
@@ -152,7 +155,12 @@ def _dump_op_result(result: b.OpResult) -> list[Any]:
 
 
 def _dump_table(table: b.BlockTable) -> list[Any]:
-    return [table.sequence_id, _column(table.block_ids), table.table_version]
+    return [
+        table.sequence_id,
+        _column(table.block_ids),
+        table.table_version,
+        table.num_computed_tokens,
+    ]
 
 
 def _load_op_result(status: int, message: str, value: list[Any] | None) -> b.OpResult:
@@ -163,7 +171,7 @@ def _load_value(kind: str, *fields: Any) -> b.Arrived | b.Admitted | b.Forked | 
     if kind == "arrived":
         return b.Arrived(*fields)
     if kind == "admitted":
-        tables = [b.BlockTable(i, _array(blocks), version) for i, blocks, version in fields[0]]
+        tables = [b.BlockTable(i, _array(blocks), *rest) for i, blocks, *rest in fields[0]]
         return b.Admitted(tables)
     if kind == "forked":
         child_ids, block_ids, table_version = fields
@@ -191,11 +199,15 @@ def _load_manager(max_sequences: int, plain: Plain) -> BlockManager:
     _set_scalars(manager, MANAGER_SCALARS, plain)
     _load_pool(manager.pool, plain["pool"])
     _load_sequences(manager.sequences, plain["sequences"])
+    chains = {row: chain for row, *chain in plain["sequences"]["chains"]}
     for one in plain["requests"]:
         record = _load_record(one)
         manager.requests[record.request_id] = record
         for sequence_id in record.live.values():
-            manager.sequences.records[sequence_id & ROW_MASK] = record
+            row = sequence_id & ROW_MASK
+            manager.sequences.records[row] = record
+            if row in chains:
+                manager.sequences.chains[row] = Chain(record.domain, *chains[row])
         for finished in record.finished.values():
             manager.sequences.finished[finished.sequence_id] = finished
     return manager
@@ -261,6 +273,8 @@ def _dump_sequences(table: SequenceTable) -> Plain:
         **{name: _column(getattr(table, name)[rows]) for name in ROW_COLUMNS},
         "tokens": _column(np.concatenate([b.NO_INT32, *tokens])),
         "tables": _column(np.concatenate([b.NO_INT32, *blocks])),
+        # Of which domain they are stands in the records.
+        "chains": [[row, c.key, c.serial] for row, c in sorted(table.chains.items())],
         "long_states": [[row, state] for row, state in sorted(table.long_states.items())],
         "generation": _column(np.array(table._generation, np.uint64)),
         "free_rows": _column(np.array(table._free_rows, np.int32)),
@@ -299,12 +313,21 @@ def _dump_pool(pool: BlockPool) -> Plain:
         "ref_counts": _column(pool.ref_counts[: pool.num_ever_used]),
         "returned": _column(pool.free_blocks()),
         # As it lies: the order in which blocks come back is the order they are given out in.
+        # Those taken out of it meanwhile are left out.
         "quarantine": [
-            [step, [_column(blocks) for blocks in held]] for step, held in pool._quarantine.items()
+            [step, [_stamped(pool, *one) for one in held if pool._still_there(*one).size]]
+            for step, held in pool._quarantine.items()
         ],
+        "cached": _column(pool.cached_blocks()),
+        "cached_stamps": _column(pool._stamps[pool.cached_blocks()]),
+        "cache": _dump_cache(pool),
         "copies": [[step, _pairs(copies)] for step, copies in pool._copies.items()],
         "pending": _pairs(pool._pending),
     }
+
+
+def _stamped(pool: BlockPool, stamp: int, blocks: b.Column) -> list[Any]:
+    return [stamp, _column(pool._still_there(stamp, blocks))]
 
 
 def _pairs(copies: dict[int, int]) -> list[list[int]]:
@@ -315,6 +338,55 @@ def _load_pool(pool: BlockPool, plain: Plain) -> None:
     _set_scalars(pool, POOL_SCALARS, plain)
     pool.ref_counts[: pool.num_ever_used] = _array(plain["ref_counts"])
     pool._returned[: pool._num_returned] = _array(plain["returned"])
-    pool._quarantine = {step: [_array(one) for one in held] for step, held in plain["quarantine"]}
+    pool._quarantine = {
+        step: [(stamp, _array(blocks)) for stamp, blocks in held]
+        for step, held in plain["quarantine"]
+    }
+    for held in pool._quarantine.values():
+        for stamp, blocks in held:
+            pool._stamps[blocks] = stamp
+    _load_evictable(pool, _array(plain["cached"]), _array(plain["cached_stamps"]))
+    _load_cache(pool.cache, plain["cache"])
     pool._copies = {step: dict(map(tuple, pairs)) for step, pairs in plain["copies"]}
     pool._pending = dict(map(tuple, plain["pending"]))
+
+
+def _load_evictable(pool: BlockPool, blocks: b.Column, stamps: b.Column) -> None:
+    """`blocks` in the order they are evicted in; those retired together are one after the other."""
+    pool._stamps[blocks] = stamps
+    pool._is_cached[blocks] = True
+    for group in np.split(blocks, np.flatnonzero(np.diff(stamps)) + 1):
+        if group.size:
+            pool._evictable.add(int(pool._stamps[group[0]]), group)
+
+
+# --- the prefix cache ------------------------------------------------------------------
+
+
+def _dump_cache(pool: BlockPool) -> Plain:
+    """Of the published blocks, lowest first; the index is made of their keys."""
+    cache = pool.cache
+    published = np.flatnonzero(cache.serials[: pool.num_ever_used]).astype(np.int32)
+    return {
+        **_scalars(cache, CACHE_SCALARS),
+        "blocks": _column(published),
+        "serials": _column(cache.serials[published]),
+        "parent_serials": _column(cache.parent_serials[published]),
+        "keys": b"".join(map(cache.key_of, published.tolist())),
+        "tokens": _column(cache.tokens[published]),
+        "domains": [[block, *astuple(one)] for block, one in sorted(cache.domains.items())],
+    }
+
+
+def _load_cache(cache: PrefixCache, plain: Plain) -> None:
+    _set_scalars(cache, CACHE_SCALARS, plain)
+    published, keys = _array(plain["blocks"]), plain["keys"]
+    cache.serials[published] = _array(plain["serials"])
+    cache.parent_serials[published] = _array(plain["parent_serials"])
+    cache.tokens[published] = _array(plain["tokens"]).reshape(-1, cache.block_size)
+    cache.keys.reshape(-1, KEY_BYTES)[published] = np.frombuffer(keys, np.uint8).reshape(
+        -1, KEY_BYTES
+    )
+    for i, block in enumerate(published.tolist()):
+        cache.index[keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]] = block
+    cache.domains = {block: Domain(*domain) for block, *domain in plain["domains"]}

@@ -138,6 +138,7 @@ class AdoptedRequest:
     tenant: str
     request_spec: bytes
     request_digest: bytes
+    cache_salt: str
     sequences: tuple[AdoptedSequence, ...]
 
 
@@ -163,6 +164,7 @@ def _adopted_request(manager: BlockManager, record: RequestRecord) -> AdoptedReq
         record.tenant,
         record.request_spec,
         record.request_digest,
+        record.cache_salt,
         (*live, *finished),
     )
 

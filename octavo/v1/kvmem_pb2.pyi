@@ -137,7 +137,7 @@ class AdoptSequencesRequest(_message.Message):
     def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ...) -> None: ...
 
 class AdoptedRequest(_message.Message):
-    __slots__ = ("request_id", "arrival_number", "num_candidates", "prompt_token_ids", "tenant", "request_spec", "request_digest", "sequences")
+    __slots__ = ("request_id", "arrival_number", "num_candidates", "prompt_token_ids", "tenant", "request_spec", "request_digest", "sequences", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class AdoptedRequest(_message.Message):
     REQUEST_SPEC_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     arrival_number: int
     num_candidates: int
@@ -154,7 +155,8 @@ class AdoptedRequest(_message.Message):
     request_spec: bytes
     request_digest: bytes
     sequences: _containers.RepeatedCompositeFieldContainer[AdoptedSequence]
-    def __init__(self, request_id: _Optional[str] = ..., arrival_number: _Optional[int] = ..., num_candidates: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[AdoptedSequence, _Mapping]]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., arrival_number: _Optional[int] = ..., num_candidates: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., request_spec: _Optional[bytes] = ..., request_digest: _Optional[bytes] = ..., sequences: _Optional[_Iterable[_Union[AdoptedSequence, _Mapping]]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class AdoptedSequence(_message.Message):
     __slots__ = ("sequence_id", "candidate", "status", "output_token_ids", "num_computed_tokens", "block_ids", "table_version", "finish_reason", "scheduler_state")

@@ -148,6 +148,7 @@ class History:
             tenant="t" * (tenant % 2),
             request_spec=bytes([tenant]) * (tenant % 5),
             request_digest=b"d" * (tenant % 3),
+            cache_salt="s" * (tenant // 2 % 2),
         )
 
     def arrive_again(self, length: int, output: int, which: int) -> None:
@@ -167,7 +168,9 @@ class History:
         view = self.pick(which, Status.WAITING)
         if view is not None:
             slots = min(view.num_tokens + more % 4, MAX_MODEL_LEN)
-            member = pb.AdmitMember(sequence_id=view.sequence_id, num_slots=slots)
+            member = pb.AdmitMember(
+                sequence_id=view.sequence_id, num_slots=slots, use_prefix_cache=more % 5 > 0
+            )
             self.send(pb.Op(admit=pb.Admit(members=[member])), steps=steps % 2)
 
     def share(self, which: int, source: int, blocks: int) -> None:
@@ -178,6 +181,7 @@ class History:
                 num_slots=min(view.num_tokens, MAX_MODEL_LEN),
                 share_from=holder.sequence_id,
                 num_shared_blocks=1 + blocks % 2,
+                use_prefix_cache=blocks % 3 > 0,
             )
             self.send(pb.Op(admit=pb.Admit(members=[member])))
 

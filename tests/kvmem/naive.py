@@ -7,10 +7,14 @@ checks that whatever attention would read then is what it should be.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.batch import OpStatus
+
+# KV depends on all tokens so far. The domain stands for what must never be shared.
+Content = tuple[tuple[str, str], tuple[int, ...]]
 
 
 @dataclass
@@ -29,6 +33,12 @@ class NaiveSequence:
     num_writable: int = 0
     issued: list[tuple[int, int]] = field(default_factory=list)
     scheduler_state: bytes = b""
+    # Who may share what it has computed: tenant and cache_salt.
+    domain: tuple[str, str] = ("", "")
+
+    def content(self, position: int) -> Content:
+        """What is in its slot there."""
+        return (self.domain, tuple(self.tokens[: position + 1]))
 
     @property
     def issued_end(self) -> int:
@@ -61,8 +71,8 @@ class Work:
 
     step_id: int
     copies: list[tuple[int, int]]
-    writes: list[tuple[int, int, tuple[int, ...]]]  # block, offset, content
-    reads: list[tuple[list[int], list[int], int]]  # table, tokens, slots that are filled
+    writes: list[tuple[int, int, Content]]  # block, offset, content
+    reads: list[tuple[list[int], list[Content]]]  # table, what its first slots have
 
     def touched(self) -> set[int]:
         blocks = {block for block, _, _ in self.writes}
@@ -75,14 +85,14 @@ class NaiveWorker:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.in_flight: list[Work] = []
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[tuple[int, int], Content | None] = {}
         self.last_executed_step = 0
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         before = dict(self.slots)
         for src, dst in copies:  # all at once: every source as it was
             for offset in range(self.block_size):
-                self.slots[dst, offset] = before.get((src, offset), ())
+                self.slots[dst, offset] = before.get((src, offset))
 
     def finish_oldest(self) -> int:
         work = self.in_flight.pop(0)
@@ -90,23 +100,34 @@ class NaiveWorker:
         self.copy(work.copies)
         for block, offset, content in work.writes:
             self.slots[block, offset] = content
-        for table, tokens, end in work.reads:
-            self.read(f"step {work.step_id}", table, tokens, end)
+        for table, contents in work.reads:
+            self.read(f"step {work.step_id}", table, contents)
         return work.step_id
 
-    def read(self, who: str, table: list[int], tokens: list[int], end: int) -> None:
-        for position in range(end):
+    def read(self, who: str, table: list[int], contents: list[Content]) -> None:
+        for position, content in enumerate(contents):
             slot = table[position // self.block_size], position % self.block_size
-            assert self.slots.get(slot) == tuple(tokens[: position + 1]), (
-                f"{who} reads position {position} of {tokens} in slot {slot}"
+            assert self.slots.get(slot) == content, (
+                f"{who} reads position {position} of {contents[-1]} in slot {slot}"
                 f" and finds {self.slots.get(slot)}"
             )
 
 
 class NaiveMemory:
-    """Predicts statuses, tables and levels."""
+    """Predicts statuses, tables and levels. A block that is only cached is free here.
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, rows: int) -> None:
+    is_published: whether others may come to hold a block, so that nobody writes to it in place.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        rows: int,
+        is_published: Callable[[int], bool],
+    ) -> None:
+        self.is_published = is_published
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_model_len, self.max_sequences = max_model_len, rows
         self.sequences: dict[int, NaiveSequence] = {}
@@ -140,7 +161,7 @@ class NaiveMemory:
         held = self.held()
         self.quarantine = {x: step for x, step in self.quarantine.items() if x in held}
 
-    def retire(self, blocks: list[int | None], release_step: int | None = None) -> None:
+    def retire(self, blocks: Sequence[int | None], release_step: int | None = None) -> None:
         """Called after the blocks left a table: those nobody holds wait for their step."""
         for block in blocks:
             if block is not None and self.ref_count(block) == 0:
@@ -194,7 +215,7 @@ class NaiveMemory:
             index = position // self.block_size
             if index < len(sequence.table):
                 block = sequence.table[index]
-                if block is not None and self.ref_count(block) > 1:
+                if block is not None and (self.ref_count(block) > 1 or self.is_published(block)):
                     copied.add(block)
                     sequence.table[index] = None
         while len(sequence.table) * self.block_size < num_slots:

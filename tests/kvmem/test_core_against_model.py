@@ -14,11 +14,21 @@ from kvmem_svc.core.batch import OpStatus
 from kvmem_svc.core.errors import BatchConflict
 from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.invariants import check_integrity
+from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import Expire, Mutation, PoolConfirmed, Reply, Session
+from kvmem_svc.core.prefix_cache import Chain, Domain
 from kvmem_svc.core.sequences import Status
 from kvmem_svc.core.views import SequenceView, adopted_requests, sequence_views
-from tests.kvmem.naive import NaiveMemory, NaiveRequest, NaiveSequence, NaiveWorker, Work, expect
+from tests.kvmem.naive import (
+    Content,
+    NaiveMemory,
+    NaiveRequest,
+    NaiveSequence,
+    NaiveWorker,
+    Work,
+    expect,
+)
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES = 14, 3, 17, 7
 GEOMETRY = b.PoolGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
@@ -32,6 +42,8 @@ prompts = st.builds(
     st.integers(1, 9),
     st.lists(token, max_size=2),
 )
+# Few, so that they meet; most requests have none.
+domains = st.sampled_from([("", ""), ("", ""), ("", ""), ("t", ""), ("", "s"), ("t", "s")])
 # Rules that end much are to come seldom: drawn uniformly, true for one value only.
 seldom = st.integers(0, 7)
 
@@ -50,7 +62,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory = KvMemory("boot", max_sequences=MAX_SEQUENCES)
         self.mutations: list[tuple[Mutation, Reply]] = []
         self.gatekeeper = self.new_gatekeeper(recovered=False)
-        self.model = NaiveMemory(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES)
+        self.model = NaiveMemory(
+            NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES, self.is_published
+        )
         self.num_workers = self.num_requests = 0
         self.sent: list[tuple[b.Batch, b.BatchResult]] = []
         self.past_ids: set[int] = set()
@@ -62,6 +76,14 @@ class MemoryMachine(RuleBasedStateMachine):
             self.mutations.append((mutation, reply))
 
         return Gatekeeper(self.memory, on_mutation=log, recovered=recovered)
+
+    @property
+    def manager(self) -> BlockManager:
+        assert self.memory.manager is not None
+        return self.memory.manager
+
+    def is_published(self, block: int) -> bool:
+        return bool(self.manager.pool.cache.is_published(i32([block]))[0])
 
     def teardown(self) -> None:
         """The log of the mutations leads to the same state, with the same replies."""
@@ -120,7 +142,12 @@ class MemoryMachine(RuleBasedStateMachine):
         pairs = list(zip(copies.src_block_ids.tolist(), copies.dst_block_ids.tolist(), strict=True))
         assert len(pairs) >= len(sources)
         assert set(copies.dst_block_ids.tolist()) <= set(given)
+        self.receive_copies(pairs, sources)
+
+    def receive_copies(self, pairs: list[tuple[int, int]], sources: set[int]) -> None:
+        """sources: the blocks that tables had before. The last holder of one may be gone."""
         self.model.step_copies += pairs
+        self.model.retire(sorted(sources))
         all_dst = [dst for _, dst in self.model.step_copies]
         assert len(all_dst) == len(set(all_dst)), "two copies to one block"
         assert not set(all_dst) & {src for src, _ in self.model.step_copies}, "a chain of copies"
@@ -144,14 +171,16 @@ class MemoryMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), starts=st.lists(prompts, min_size=1, max_size=3))
     def begin_busy(self, data: st.DataObject, starts: list[list[int]]) -> None:
         for prompt in starts:
-            self.arrive(prompt, 4)
+            self.arrive(prompt, 4, ("", ""))
             self.admit(data)
 
-    @rule(prompt=prompts, num_candidates=st.integers(1, 4))
-    def arrive(self, prompt: list[int], num_candidates: int) -> None:
+    @rule(prompt=prompts, num_candidates=st.integers(1, 4), domain=domains)
+    def arrive(self, prompt: list[int], num_candidates: int, domain: tuple[str, str]) -> None:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        result = self.send(b.Arrive(name, i32(prompt), num_candidates)).results[0]
+        tenant, salt = domain
+        arrive = b.Arrive(name, i32(prompt), num_candidates, tenant, cache_salt=salt)
+        result = self.send(arrive).results[0]
         unconfirmed = len(self.model.requests)
         if len(self.model.sequences) == MAX_SEQUENCES or unconfirmed == 4 * MAX_SEQUENCES:
             expect(result, OpStatus.NO_FREE_SEQUENCES)
@@ -163,7 +192,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not arrived.candidate_sequence_ids
         self.model.requests[name] = NaiveRequest(num_candidates)
         self.model.sequences[arrived.sequence_id] = NaiveSequence(
-            arrived.sequence_id, name, 0, prompt
+            arrived.sequence_id, name, 0, prompt, domain=domain
         )
 
     @rule(data=st.data(), prompt=prompts, chance=seldom)
@@ -208,37 +237,125 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting())
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
-        members = self.pick_some(data, self.waiting())[:2]
-        ops, needed = [], 0
+        self.admit_some(data, self.pick_some(data, self.waiting())[:2])
+
+    def admit_some(self, data: st.DataObject, members: list[NaiveSequence]) -> bool:
+        """Whether there was room."""
+        ops, found, needed = [], [], 0
         for member in members:
             num_slots = data.draw(st.integers(1, min(len(member.tokens) + 2, MAX_MODEL_LEN)))
-            num_blocks = -(-num_slots // BLOCK_SIZE)
-            source, num_shared = self.pick_shared(data, member, num_blocks)
-            ops.append(b.AdmitMember(member.sequence_id, num_slots, source, num_shared))
-            needed += num_blocks - num_shared
+            source, num_shared = self.pick_shared(data, member, -(-num_slots // BLOCK_SIZE))
+            cached = data.draw(st.sampled_from([True, True, False]))
+            op = b.AdmitMember(member.sequence_id, num_slots, source, num_shared, cached)
+            ops.append(op)
+            found.append(self.find(member) if cached else [])
+            if len(found[-1]) < num_shared:
+                found[-1] = []
+            needed += self.num_new_blocks(member, op, found[-1])
+        self.model.release()
+        needed += len({block for blocks in found for block in blocks} & self.model.free())
         fits = needed <= self.model.num_free()
-        result = self.send(b.Admit(ops)).results[0]
+        result = self.send(b.Admit(ops))
         if not fits:
-            expect(result, OpStatus.NO_FREE_BLOCKS)
-            return
-        admitted = expect(result, OpStatus.OK).value
+            expect(result.results[0], OpStatus.NO_FREE_BLOCKS)
+            return False
+        admitted = expect(result.results[0], OpStatus.OK).value
         assert isinstance(admitted, b.Admitted)
         given = []
-        for member, op, table in zip(members, ops, admitted.tables, strict=True):
-            blocks = table.block_ids.tolist()
+        for member, op, blocks, table in zip(members, ops, found, admitted.tables, strict=True):
             assert table.sequence_id == member.sequence_id
-            assert len(blocks) == -(-op.num_slots // BLOCK_SIZE)
-            if op.num_shared_blocks:
-                shared = self.model.sequences[op.share_from].table[: op.num_shared_blocks]
-                assert blocks[: op.num_shared_blocks] == shared
-            given += blocks[op.num_shared_blocks :]
-            member.is_running, member.table = True, blocks
-            member.num_computed = op.num_shared_blocks * BLOCK_SIZE
-            member.num_writable = op.num_slots
-            if op.num_shared_blocks:
-                source = self.model.sequences[op.share_from]
-                member.issued = source.issued_up_to(member.num_computed)
+            given += self.receive_table(member, op, blocks, table)
+        assert not set(given) & {block for blocks in found for block in blocks}
         self.receive_blocks(given)
+        copies = result.copies
+        sources, made = copies.src_block_ids.tolist(), copies.dst_block_ids.tolist()
+        assert set(made) <= set(given)
+        expected = [
+            blocks[-1] for m, blocks in zip(members, found, strict=True) if self.is_full(m, blocks)
+        ]
+        assert sources == expected
+        self.receive_copies(list(zip(sources, made, strict=True)), set(sources))
+        return True
+
+    @rule(data=st.data(), prompt=prompts, domain=domains, ends=st.booleans(), twice=st.booleans())
+    def serve(
+        self,
+        data: st.DataObject,
+        prompt: list[int],
+        domain: tuple[str, str],
+        ends: bool,
+        twice: bool,
+    ) -> None:
+        """A request from its arrival to its first tokens, and the same prompt once more: what the
+        prefix cache is for."""
+        for _ in range(1 + twice):
+            before = set(self.model.sequences)
+            self.arrive(prompt, 2, domain)
+            new = [self.model.sequences[i] for i in self.model.sequences if i not in before]
+            if not new or not self.admit_some(data, new):
+                return
+            self.compute()
+            if new[0].is_running and ends:
+                self.expect_ok(b.Free([new[0].sequence_id], b.FinishReason.STOP))
+                self.end(new[0], b.FinishReason.STOP)
+
+    def compute(self) -> None:
+        """Everything in flight is done and told, and so is the next step."""
+        for _ in range(2):
+            while self.worker.in_flight:
+                self.finish_step(True)
+            self.issue_step()
+        self.finish_step(True)
+
+    def find(self, member: NaiveSequence) -> list[int]:
+        """Published blocks that its table is to begin with. They have its content, now."""
+        tokens = i32(member.tokens[:MAX_MODEL_LEN])
+        found = self.manager.pool.cache.match(Chain.at_root(Domain(*member.domain)), tokens)
+        contents = [member.content(p) for p in range(len(found) * BLOCK_SIZE)]
+        self.worker.read(f"found for {member.sequence_id}", found, contents)
+        return found
+
+    def is_full(self, member: NaiveSequence, found: list[int]) -> bool:
+        """All is found, and the last token is to be computed all the same."""
+        return len(found) * BLOCK_SIZE == min(len(member.tokens), MAX_MODEL_LEN)
+
+    def num_computed(self, member: NaiveSequence, op: b.AdmitMember, found: list[int]) -> int:
+        if not found:
+            return op.num_shared_blocks * BLOCK_SIZE
+        return len(found) * BLOCK_SIZE - self.is_full(member, found)
+
+    def num_new_blocks(self, member: NaiveSequence, op: b.AdmitMember, found: list[int]) -> int:
+        if not found:
+            return -(-op.num_slots // BLOCK_SIZE) - op.num_shared_blocks
+        num_slots = max(op.num_slots, self.num_computed(member, op, found) + 1)
+        return -(-num_slots // BLOCK_SIZE) - len(found) + self.is_full(member, found)
+
+    def receive_table(
+        self, member: NaiveSequence, op: b.AdmitMember, found: list[int], table: b.BlockTable
+    ) -> list[int]:
+        """The blocks that are new in it."""
+        blocks, computed = table.block_ids.tolist(), self.num_computed(member, op, found)
+        assert table.num_computed_tokens == computed
+        taken: list[int | None] = [*found]
+        member.num_writable = op.num_slots
+        if found:
+            # A step that is over has filled them, whichever it was.
+            member.issued = [(0, computed)]
+            member.num_writable = max(op.num_slots, computed + 1)
+            taken = [*found[: len(found) - self.is_full(member, found)]]
+        elif op.num_shared_blocks:
+            source = self.model.sequences[op.share_from]
+            taken = source.table[: op.num_shared_blocks]
+            member.issued = source.issued_up_to(computed)
+        assert blocks[: len(taken)] == taken
+        assert len(blocks) == -(-member.num_writable // BLOCK_SIZE)
+        for block in taken:
+            if block is not None:
+                self.model.quarantine.pop(block, None)
+        member.is_running, member.table, member.num_computed = True, blocks, computed
+        if self.is_full(member, found):
+            self.model.quarantine.pop(found[-1], None)
+        return blocks[len(taken) :]
 
     def pick_shared(
         self, data: st.DataObject, member: NaiveSequence, num_blocks: int
@@ -246,6 +363,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """A running sequence with the same first tokens, filled by steps already issued."""
         found = [(0, 0)]
         for source in self.model.running():
+            if source.domain != member.domain:
+                continue
             for k in range(1, min(num_blocks, source.issued_end // BLOCK_SIZE) + 1):
                 end = k * BLOCK_SIZE
                 if end <= len(member.tokens) and member.tokens[:end] == source.tokens[:end]:
@@ -278,10 +397,13 @@ class MemoryMachine(RuleBasedStateMachine):
         ended = self.pick_some(data, list(self.model.sequences.values()))
         self.expect_ok(b.Free([s.sequence_id for s in ended], reason))
         for sequence in ended:
-            del self.model.sequences[sequence.sequence_id]
-            request = self.model.requests[sequence.request_id]
-            request.finished[sequence.candidate] = (sequence.sequence_id, reason)
-            self.model.retire(sequence.table)
+            self.end(sequence, reason)
+
+    def end(self, sequence: NaiveSequence, reason: b.FinishReason) -> None:
+        del self.model.sequences[sequence.sequence_id]
+        request = self.model.requests[sequence.request_id]
+        request.finished[sequence.candidate] = (sequence.sequence_id, reason)
+        self.model.retire(sequence.table)
 
     @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
@@ -465,13 +587,16 @@ class MemoryMachine(RuleBasedStateMachine):
                 continue
             table = [block for block in sequence.table if block is not None]
             for p in range(start, end):
-                content = tuple(sequence.tokens[: p + 1])
-                work.writes.append((table[p // BLOCK_SIZE], p % BLOCK_SIZE, content))
-            work.reads.append((table, list(sequence.tokens), end))
+                write = (table[p // BLOCK_SIZE], p % BLOCK_SIZE, sequence.content(p))
+                work.writes.append(write)
+            work.reads.append((table, self.contents(sequence, end)))
             sequence.issued.append((work.step_id, end))
         self.worker.in_flight.append(work)
         self.model.step_id += 1
         self.model.step_copies = []
+
+    def contents(self, sequence: NaiveSequence, end: int) -> list[Content]:
+        return [sequence.content(p) for p in range(end)]
 
     @precondition(lambda self: self.worker.in_flight)
     @rule(told=st.booleans())
@@ -658,7 +783,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert one.dst_block_id in self.model.sequences[one.sequence_id].table
         assert not confirmed.is_new_pool
         assert self.memory.last_step_id == self.model.step_id
-        assert self.memory.levels() == self.model.expected_levels()
+        assert self.levels() == self.model.expected_levels()
         assert self.confirm_pool() == confirmed, "asked again, another answer"
         self.check_adopted()
         imagined = NaiveWorker(BLOCK_SIZE)
@@ -674,7 +799,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 continue
             table = [block for block in sequence.table if block is not None]
             who = f"adopted {sequence.sequence_id}"
-            imagined.read(who, table, sequence.tokens, sequence.num_computed)
+            imagined.read(who, table, self.contents(sequence, sequence.num_computed))
         # Every step before the next one is over, or will never be.
         self.model.acknowledged = self.model.step_id - 1
         if baseless:
@@ -717,7 +842,7 @@ class MemoryMachine(RuleBasedStateMachine):
             del self.model.requests[name]
             for sequence in sequences:
                 self.model.retire(sequence.table, self.memory.last_step_id)
-        assert self.memory.levels() == self.model.expected_levels()
+        assert self.levels() == self.model.expected_levels()
         self.gatekeeper.open_session("in between", 0)
 
     @rule(recovered=st.booleans(), chance=seldom)
@@ -752,7 +877,24 @@ class MemoryMachine(RuleBasedStateMachine):
         assert manager is not None
         check_integrity(manager)
         if self.model.acknowledged == self.memory.acknowledged_step:
-            assert self.memory.levels() == self.model.expected_levels()
+            assert self.levels() == self.model.expected_levels()
+
+    def levels(self) -> b.PoolLevels:
+        """With what is cached as free."""
+        levels = self.memory.levels()
+        available = levels.num_free_blocks + levels.num_cached_blocks
+        return dataclasses.replace(levels, num_free_blocks=available, num_cached_blocks=0)
+
+    @invariant()
+    def published_blocks_hold_what_they_stand_for(self) -> None:
+        """Whatever dies, and whoever reads them next."""
+        cache = self.manager.pool.cache
+        for block in cache.index.values():
+            for offset, token in enumerate(cache.tokens[block].tolist()):
+                content = self.worker.slots.get((block, offset))
+                assert content is not None
+                assert content[1][-1] == token
+                assert len(content[1]) % BLOCK_SIZE == (offset + 1) % BLOCK_SIZE
 
     @invariant()
     def agrees_with_the_model(self) -> None:

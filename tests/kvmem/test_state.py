@@ -14,6 +14,7 @@ from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.prefix_cache import Chain, Domain, PrefixCache
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import SequenceTable
 from kvmem_svc.core.session import SessionLedger
@@ -137,10 +138,26 @@ ELSEWHERE = {
     BlockPool: {
         "num_blocks": "in the geometry",
         "ref_counts": "as far as blocks were ever used",
+        "cache": "its own part",
+        "_stamps": "of the blocks in quarantine, and as cached_stamps",
+        "_is_cached": "as cached",
+        "_evictable": "as cached",
         "_returned": "as returned",
         "_quarantine": "as quarantine",
         "_copies": "as copies",
         "_pending": "as pending",
+    },
+    PrefixCache: {
+        "block_size": "in the geometry",
+        "serials": "of the published blocks",
+        "parent_serials": "of the published blocks",
+        "keys": "of the published blocks",
+        "tokens": "of the published blocks",
+        "index": "from the keys",
+        "domains": "its own part",
+        "_serials": "another view of it",
+        "_parents": "another view of it",
+        "_keys": "another view of it",
     },
     SequenceTable: {
         "max_sequences": "of the memory",
@@ -149,6 +166,7 @@ ELSEWHERE = {
         "tokens": "of the live rows",
         "tables": "of the live rows",
         "long_states": "its own part",
+        "chains": "its own part",
         "records": "from the requests",
         "finished": "from the requests",
         "_generation": "as generation",
@@ -165,6 +183,7 @@ SCALARS = {
     SessionLedger: state.LEDGER_SCALARS,
     BlockManager: state.MANAGER_SCALARS,
     BlockPool: state.POOL_SCALARS,
+    PrefixCache: state.CACHE_SCALARS,
     SequenceTable: state.ROW_COLUMNS,
 }
 
@@ -173,7 +192,8 @@ def test_no_attribute_is_forgotten() -> None:
     """A new attribute of the state must be dumped, or said here why it is not."""
     manager = BlockManager(2, GEOMETRY)
     memory = new_memory()
-    for part in (memory, memory.ledger, manager, manager.pool, manager.sequences):
+    pool = manager.pool
+    for part in (memory, memory.ledger, manager, pool, pool.cache, manager.sequences):
         known = {*SCALARS[type(part)], *ELSEWHERE[type(part)]}
         assert set(vars(part)) == known, type(part).__name__
 
@@ -195,7 +215,9 @@ def test_no_field_is_forgotten() -> None:
         b.BlockCopies: {"src_block_ids", "dst_block_ids"},
         b.Arrived: {"sequence_id", "arrival_number", "candidate_sequence_ids"},
         b.Admitted: {"tables"},
-        b.BlockTable: {"sequence_id", "block_ids", "table_version"},
+        b.BlockTable: {"sequence_id", "block_ids", "table_version", "num_computed_tokens"},
+        Chain: {"domain", "key", "serial"},
+        Domain: {"tenant", "cache_salt", "is_public"},
         b.Forked: {"child_sequence_ids", "block_ids", "table_version"},
         b.Reserved: {"failed_groups"},
     }

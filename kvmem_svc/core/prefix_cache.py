@@ -1,0 +1,187 @@
+"""The prefix cache: which published blocks hold the KV of which tokens.
+
+KV of a token depends on every token before it, so a block is known by a chain: its key is the
+hash of the key of the block before it and of its own tokens, and the chain begins with the tenant
+and cache_salt (Kwon et al. 2023, §4.4, shared prefixes; the hash chain is that of vLLM's automatic
+prefix caching). A key only finds a block: what it stands for is compared before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmem_svc.core.batch import Column
+
+KEY_BYTES = 16
+KEY_DTYPE = np.dtype(f"V{KEY_BYTES}")
+# The serial of what no block is before: the beginning of a chain.
+ROOT_SERIAL = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Who shares cached blocks with whom: the requests of one tenant with one cache_salt, or
+    with PUBLIC everybody."""
+
+    tenant: str
+    cache_salt: str
+    is_public: bool = False
+
+    @property
+    def root_key(self) -> bytes:
+        """The key that a chain begins with."""
+        tenant, salt = self.tenant.encode(), self.cache_salt.encode()
+        kind = b"public" if self.is_public else b"private"
+        content = kind + len(tenant).to_bytes(4, "little") + tenant + salt
+        return blake2b(content, digest_size=KEY_BYTES, person=b"octavo-root").digest()
+
+
+PUBLIC = Domain("", "", is_public=True)
+
+
+def block_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of a block after the one with key `parent`; tokens: its int32 ids as bytes."""
+    return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+@dataclass(slots=True)
+class Chain:
+    """Where a chain of blocks has come to: the next block goes on from here.
+
+    serial: of the block before, ROOT_SERIAL at the beginning.
+    """
+
+    domain: Domain
+    key: bytes
+    serial: int = ROOT_SERIAL
+
+    @classmethod
+    def at_root(cls, domain: Domain) -> Chain:
+        return cls(domain, domain.root_key)
+
+
+class PrefixCache:
+    """Content of the published blocks, and the index that finds them.
+
+    serials: int64[num_blocks], 0 for a block that is not published, else a number that no other
+    publication ever had; parent_serials: that of the block before it, whatever became of it;
+    tokens: int32[num_blocks, block_size]; keys: uint8[num_blocks * KEY_BYTES]. Pages of blocks
+    never published are not touched.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.serials: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.parent_serials: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.keys: npt.NDArray[np.uint8] = np.zeros(num_blocks * KEY_BYTES, np.uint8)
+        self.tokens: npt.NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
+        # The same memory: one element of a memoryview takes a third of an array's time.
+        self._serials = self.serials.data
+        self._parents = self.parent_serials.data
+        self._keys = self.keys.data
+        self.index: dict[bytes, int] = {}
+        # Of the published blocks at the beginning of a chain. The others are in the domain of the
+        # block before them.
+        self.domains: dict[int, Domain] = {}
+        self.num_published = 0
+        self._last_serial = ROOT_SERIAL
+
+    def is_published(self, blocks: Column) -> npt.NDArray[np.bool_]:
+        """bool, one for each of `blocks`."""
+        return self.serials[blocks] != 0
+
+    # --- looking up --------------------------------------------------------------------
+
+    def match(self, chain: Chain, tokens: Column) -> list[int]:
+        """The published blocks of the longest prefix of `tokens`; `chain` goes on after them."""
+        width = 4 * self.block_size
+        content = np.ascontiguousarray(tokens, np.int32).tobytes()
+        found: list[int] = []
+        for start in range(0, len(content) - width + 1, width):
+            block_tokens = content[start : start + width]
+            key = block_key(chain.key, block_tokens)
+            block = self.index.get(key)
+            if block is None or not self._stands_for(block, chain, block_tokens):
+                break
+            chain.key, chain.serial = key, self._serials[block]
+            found.append(block)
+        return found
+
+    def _stands_for(self, block: int, chain: Chain, tokens: bytes) -> bool:
+        """Whether a published block is the one that goes on from `chain` with `tokens`."""
+        return (
+            self._parents[block] == chain.serial
+            and self.tokens[block].tobytes() == tokens
+            and (chain.serial != ROOT_SERIAL or self.domains[block] == chain.domain)
+        )
+
+    # --- publishing --------------------------------------------------------------------
+
+    def publish(
+        self, chains: Sequence[Chain], counts: Sequence[int], blocks: Column, tokens: Column
+    ) -> list[int]:
+        """Enter filled blocks: counts[i] that go on from chains[i] one after the other, which then
+        comes after them. blocks: int32[n], tokens: int32[n, block_size], of all chains in order.
+
+        A block whose content another one is published for stays out of the index, and the chain
+        goes on from that one. Returns blocks that went out of the index: their key now stands
+        for something else.
+        """
+        # Of those that will stay out it does not matter.
+        fresh = self.serials[blocks] == 0
+        self.tokens[blocks[fresh]] = tokens[fresh]
+        content, width = tokens.tobytes(), 4 * self.block_size
+        block_ids: list[int] = blocks.tolist()
+        replaced: list[int] = []
+        at = 0
+        for chain, count in zip(chains, counts, strict=True):
+            for i in range(at, at + count):
+                block_tokens = content[i * width : (i + 1) * width]
+                key = block_key(chain.key, block_tokens)
+                holder = self.index.get(key)
+                if holder is None or not self._stands_for(holder, chain, block_tokens):
+                    if holder is not None and holder != block_ids[i]:
+                        replaced.append(holder)
+                    holder = block_ids[i]
+                    if self._serials[holder]:  # in a chain whose beginning is gone
+                        self._forget(holder)
+                        self.tokens[holder] = tokens[i]
+                    self._enter(chain, key, holder)
+                chain.key, chain.serial = key, self._serials[holder]
+            at += count
+        return replaced
+
+    def _enter(self, chain: Chain, key: bytes, block: int) -> None:
+        """Publish `block` as what comes after `chain`, in place of what `key` stood for."""
+        holder = self.index.get(key)
+        if holder is not None:
+            self._forget(holder)
+        self._last_serial += 1
+        self._serials[block] = self._last_serial
+        self._parents[block] = chain.serial
+        self._keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] = key
+        if chain.serial == ROOT_SERIAL:
+            self.domains[block] = chain.domain
+        self.index[key] = block
+        self.num_published += 1
+
+    def forget(self, blocks: Column) -> None:
+        """These published blocks stand for nothing any more."""
+        for block in blocks.tolist():
+            self._forget(block)
+
+    def key_of(self, block: int) -> bytes:
+        """The key of a published block."""
+        return bytes(self._keys[block * KEY_BYTES : (block + 1) * KEY_BYTES])
+
+    def _forget(self, block: int) -> None:
+        assert self._serials[block], f"block {block} is not published"
+        del self.index[self.key_of(block)]
+        if self._parents[block] == ROOT_SERIAL:
+            del self.domains[block]
+        self._serials[block] = 0
