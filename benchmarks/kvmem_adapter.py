@@ -44,7 +44,13 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
         case ops.Admit(members):
             return kv.Admit(
                 [
-                    kv.AdmitMember(m.sequence_id, m.num_slots, m.share_from, m.num_shared_blocks)
+                    kv.AdmitMember(
+                        m.sequence_id,
+                        m.num_slots,
+                        m.share_from,
+                        m.num_shared_blocks,
+                        m.use_prefix_cache,
+                    )
                     for m in members
                 ]
             )
@@ -88,7 +94,13 @@ def _op_result(result: kv.OpResult) -> ops.OpResult:
                 status,
                 message,
                 tables=tuple(
-                    ops.Table(t.sequence_id, t.block_ids.tolist(), t.table_version) for t in tables
+                    ops.Table(
+                        t.sequence_id,
+                        t.block_ids.tolist(),
+                        t.table_version,
+                        t.num_computed_tokens,
+                    )
+                    for t in tables
                 ),
             )
         case kv.Forked() as forked:
@@ -106,7 +118,9 @@ def _op_result(result: kv.OpResult) -> ops.OpResult:
 
 def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
     return ops.PoolLevels(
-        levels.num_free_blocks, levels.num_quarantined_blocks, levels.num_free_sequences
+        levels.num_free_blocks + levels.num_cached_blocks,
+        levels.num_quarantined_blocks,
+        levels.num_free_sequences,
     )
 
 
