@@ -9,6 +9,7 @@ answered; while that cannot be done nothing is answered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
@@ -177,16 +178,24 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
                 log.info("session stream ended", session_id=session.session_id)
 
     async def _serve_batches(self, session: Session, context: grpc.aio.ServicerContext) -> None:
+        loop = asyncio.get_running_loop()
         while isinstance(request := await context.read(), pb.SessionRequest):
             match request.WhichOneof("message"):
                 case "batch":
-                    await context.write(pb.SessionReply(result=self._apply(request.batch)))
+                    reply = pb.SessionReply(result=self._apply(request.batch))
+                    # By then the reply is under way.
+                    loop.call_soon(self._settle)
+                    await context.write(reply)
                 case "heartbeat":
                     self._gatekeeper.heartbeat(session, self._now_ms())
                 case _:
                     raise ServiceError(
                         "INVALID_BATCH", "a session is opened by its first message only"
                     )
+
+    def _settle(self) -> None:
+        with contextlib.suppress(ServiceError):  # a bug, told already: the process is about to end
+            self._guarded(self._memory.settle)
 
     def _end_stream(self, task: asyncio.Task[None], error: ServiceError) -> None:
         self._ended_by_us[task] = error

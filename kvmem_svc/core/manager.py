@@ -21,7 +21,7 @@ from kvmem_svc.core.errors import OpMistake
 from kvmem_svc.core.limits import MAX_RECORDS_PER_SEQUENCE
 from kvmem_svc.core.mutations import Expired
 from kvmem_svc.core.pool import BlockPool
-from kvmem_svc.core.publication import publish_computed
+from kvmem_svc.core.publication import Filled, filled_blocks, publish
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import RUNNING, SequenceTable, Status, require
 from kvmem_svc.core.slots import StepEffects, commit_slots, groups_that_fit, plan_slots
@@ -40,6 +40,7 @@ class BlockManager:
         self.num_expired_requests = 0
         self._next_arrival_number = 1
         self._effects = StepEffects()
+        self._filled: list[Filled] = []
         self._carry_out: dict[type, Callable[[Any], OpResult]] = {
             b.Arrive: self._arrive,
             b.Admit: self._admit,
@@ -57,7 +58,18 @@ class BlockManager:
         self._effects = StepEffects()
         return [self._apply_one(op) for op in ops], self._effects
 
+    def publish_filled(self) -> None:
+        """Publish what Commits have filled. It is half the work of a decode step, and the results
+        of a Commit and of the Reserve after it do not depend on it: so it is put off until any
+        other op is carried out, or until there is time, and no step waits for it."""
+        if self._filled:
+            for filled in self._filled:
+                publish(self.sequences, self.pool, filled)
+            self._filled.clear()
+
     def _apply_one(self, op: b.Op) -> OpResult:
+        if self._filled and type(op) is not b.Reserve:
+            self.publish_filled()
         try:
             return self._carry_out[type(op)](op)
         except OpMistake as mistake:
@@ -195,7 +207,9 @@ class BlockManager:
         plan = plan_commit(self.sequences, op)
         before = self.sequences.num_computed[plan.rows]
         commit_tokens(self.sequences, plan, op)
-        publish_computed(self.sequences, self.pool, plan.rows, before)
+        filled = filled_blocks(self.sequences, plan.rows, before)
+        if filled is not None:
+            self._filled.append(filled)
         return OK
 
     def _reserve(self, op: b.Reserve) -> OpResult:
@@ -269,7 +283,9 @@ class BlockManager:
         table.length[row] = new_length
         table.num_computed[row] = length
         commit_slots(table, self.pool, plan, self._effects)
-        publish_computed(table, self.pool, rows, before)
+        filled = filled_blocks(table, rows, before)
+        if filled is not None:
+            publish(table, self.pool, filled)
         return OK
 
     def _fork(self, op: b.Fork) -> OpResult:

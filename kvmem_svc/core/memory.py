@@ -78,7 +78,15 @@ class KvMemory:
         Raises InvalidGeometry (ConfirmPool); StaleBootId, StaleEpoch, UnknownSession, NoPool,
         SequenceGap, BatchConflict, InvalidBatch or StepOutOfOrder (ApplyBatch).
         """
+        self.settle()
         return self._carry_out[type(mutation)](mutation)
+
+    def settle(self) -> None:
+        """Do what the newest mutation has left to do: its reply does not depend on it. To be
+        called when the reply is under way; the next mutation does it first, so the state is the
+        same whether this is called or not."""
+        if self.manager is not None:
+            self.manager.publish_filled()
 
     # --- sessions ----------------------------------------------------------------------
 
@@ -243,6 +251,7 @@ class KvMemory:
 
     def stats(self) -> PoolStats:
         """Levels and counters. O(blocks ever used): not for every step."""
+        self.settle()
         manager = self.manager
         if manager is None:
             return PoolStats(None, self.levels(), num_batches=self.num_batches)

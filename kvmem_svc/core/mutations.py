@@ -14,7 +14,7 @@ from kvmem_svc.core.batch import Batch, BatchResult, PoolGeometry
 
 # Of what a mutation does and replies. To be raised with every change of either: the replay of a
 # journal of another version could diverge.
-CORE_VERSION = 2
+CORE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,14 @@ A Commit says what is computed. What a sequence was *given* (shared with another
 computing it at this moment) counts as computed too, but is not known to be filled. So blocks are
 published only when a Commit has raised the number: steps are executed in order, hence whatever the
 step that raised it could read was filled.
+
+What is to be published is found out when it is committed, and published a little later: see
+`BlockManager.publish_filled`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,25 +21,35 @@ from kvmem_svc.core.sequences import Rows, SequenceTable
 from kvmem_svc.core.slots import expand
 
 
-def publish_computed(table: SequenceTable, pool: BlockPool, rows: Rows, before: Column) -> None:
-    """Publish what became full. before: num_computed of `rows` until now, int32."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The next counts[i] blocks of rows[i], after those already in its chain, are computed."""
+
+    rows: Rows
+    counts: Column
+
+
+def filled_blocks(table: SequenceTable, rows: Rows, before: Column) -> Filled | None:
+    """What became full and is to be published. before: num_computed of `rows` until now, int32."""
     block_size = table.block_size
-    computed = table.num_computed[rows]
-    ahead = computed - table.chained_len[rows]
+    ahead = table.num_computed[rows] - table.chained_len[rows]
     # One comparison for both: a negative number is a large one here.
     due = (ahead.view(np.uint32) >= block_size) & table.is_caching[rows]
     if not due.any():
-        return
+        return None
+    rows, ahead, before = rows[due], ahead[due], before[due]
     # Slots that others may hold are to be written again.
-    table.may_share[rows[due & (ahead < 0)]] = True
-    due &= (ahead > 0) & (computed > before)
-    if due.any():
-        _publish(table, pool, rows[due], ahead[due] // block_size)
+    table.may_share[rows[ahead < 0]] = True
+    is_filled = (ahead > 0) & (table.num_computed[rows] > before)
+    if not is_filled.any():
+        return None
+    return Filled(rows[is_filled], ahead[is_filled] // block_size)
 
 
-def _publish(table: SequenceTable, pool: BlockPool, rows: Rows, counts: Column) -> None:
-    """The next counts[i] blocks of rows[i] are computed."""
+def publish(table: SequenceTable, pool: BlockPool, filled: Filled) -> None:
+    """Publish it. Its sequences must be as they were, but for slots made after those computed."""
     block_size = table.block_size
+    rows, counts = filled.rows, filled.counts
     owner, offset = expand(counts)
     holders = rows[owner]
     index = table.chained_len[holders] // block_size + offset

@@ -50,6 +50,7 @@ RECORD_SCALARS = (
 
 def dump(memory: KvMemory) -> Plain:
     """Everything that decides how `memory` goes on."""
+    memory.settle()
     manager = memory.manager
     return {
         **_scalars(memory, MEMORY_SCALARS),

@@ -133,6 +133,7 @@ ELSEWHERE = {
         "sequences": "its own part",
         "requests": "its own part",
         "_effects": "scratch of one batch",
+        "_filled": "empty: dump publishes it",
         "_carry_out": "methods",
     },
     BlockPool: {
