@@ -66,7 +66,8 @@ class Disk:
         if self._snapshot is None:
             return None
         if draw.random() < 0.5:
-            self._fold(draw.randint(0, len(self._records)))
+            count = len(self._records)
+            self._fold(draw.choice([count, draw.randint(0, count)]))
         memory = replayed(self._snapshot, self._records)
         content = packed(memory)
         torn, self._torn = self._torn, None

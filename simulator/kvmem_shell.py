@@ -29,11 +29,16 @@ from simulator.messages import (
 )
 from simulator.network import End, Reason, Refused
 from simulator.process import Died, Process, Surroundings
+from simulator.scheduler_marks import moments_of
 from simulator.wording import batch_in_words, result_in_words
 from simulator.worker import expect
 
 # As in `kvmem_svc.servicer`.
 TICK_US = 100 * MS
+
+# What a scheduler is never told, whoever died: it numbers its batches and steps right, and what
+# it may ask for again is kept.
+MISTAKES = frozenset(("SEQUENCE_GAP", "BATCH_CONFLICT", "INVALID_BATCH", "STEP_OUT_OF_ORDER"))
 
 
 class KvmemShell(Process):
@@ -191,8 +196,8 @@ class KvmemShell(Process):
         else:
             self.note(batch_in_words(batch))
             self.note("   " + result_in_words(batch, result))
-            if result.copy_src.size:
-                self.network.count("batch with copies")
+            for moment in moments_of(batch, result):
+                self.network.count(moment)
         end.send(result)
 
     def _beat(self, end: End) -> None:
@@ -275,6 +280,9 @@ class KvmemShell(Process):
         )
 
     def _refusal(self, error: KvMemoryError) -> Reason:
+        expect(
+            error.reason not in MISTAKES, "no scheduler errs", f"{error.reason}: {error.message}"
+        )
         self.note(f"refuses: {error.reason}: {error.message}")
         mark = {
             "SESSION_HELD": "session held",

@@ -194,14 +194,6 @@ MUTANTS = (
         "the worker checks no boot id of its own",
         (FENCING, "if fence.worker_boot_id != self.worker_boot_id:", "if False:"),
     ),
-    _mutant(
-        "the worker counts the steps of another life of kvmem",
-        (
-            FENCING,
-            "        if running is None or running.kvmem_boot_id != kvmem_boot_id:",
-            "        if running is None:",
-        ),
-    ),
     # The scheduler.
     _mutant(
         "tokens are shown before kvmem has them",
@@ -259,14 +251,6 @@ MUTANTS = (
             STEPPER,
             "self._last_step_id = self._acknowledged_step = connected.last_step_id",
             "self._last_step_id = self._acknowledged_step = 0",
-        ),
-    ),
-    _mutant(
-        "what is said to an aborted request reaches the next of its name",
-        (
-            MACHINE,
-            "        if waiting is not None:\n            # It has",
-            "        if False:\n            # It has",
         ),
     ),
     _mutant(

@@ -56,6 +56,20 @@ def count_batch(marks: Marks, batch: ops.Batch, result: ops.BatchResult) -> bool
     return starved
 
 
+def moments_of(batch: ops.Batch, result: ops.BatchResult) -> list[str]:
+    """What a batch that was carried out may be called in a fault's `after`."""
+    moments = []
+    if result.copy_src.size:
+        moments.append("batch with copies")
+    for op, one in zip(batch.ops, result.results, strict=True):
+        if one.status is ops.OpStatus.OK:
+            if isinstance(op, ops.Fork):
+                moments.append("fork")
+            elif isinstance(op, ops.Admit) and op.members[-1].num_shared_blocks:
+                moments.append("shared admission")
+    return moments
+
+
 def count_step(marks: Marks, step: ops.Step, groups: Iterable[SequenceGroup]) -> None:
     if not step.num_samples.all():
         marks.hit("chunked prefill")

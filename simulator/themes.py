@@ -121,7 +121,7 @@ THEMES = (
     ),
     Theme(
         "churn",
-        2,
+        5,
         loses_messages=False,
         tokens_in_pool=(48, 90),
         max_num_seqs=(8,),
@@ -202,7 +202,7 @@ THEMES = (
     # Two schedulers; the one that serves falls asleep with its first step in hand, ...
     Theme(
         "asleep",
-        3,
+        5,
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         loses_messages=False,
@@ -215,7 +215,7 @@ THEMES = (
     # ... or reaches the worker and no longer the memory service.
     Theme(
         "half cut off",
-        3,
+        7,
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         loses_messages=False,
@@ -235,20 +235,21 @@ THEMES = (
         recipe=Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(10_000, 3 * SECOND)),
         num_late_bursts=(0, 2),
     ),
-    # ... just when it has asked for copies that nobody makes.
-    Theme(
-        "heirs",
-        6,
-        num_schedulers=(1, 2),
-        loses_messages=False,
-        tokens_in_pool=(36, 64),
-        max_num_seqs=(10,),
-        watermarks=(0.0,),
-        max_waiting=(40,),
-        crowded=True,
-        recipe=Recipe(
-            "kill", ("scheduler",), ("batch with copies", 1, 6), duration_us=(1_000, SECOND)
-        ),
+    # ... just when it has asked for copies that nobody makes, or has forked, or resumed a group.
+    *(
+        Theme(
+            f"heirs of a {moment}",
+            4,
+            num_schedulers=(1, 2),
+            loses_messages=False,
+            tokens_in_pool=(36, 36, 64),
+            max_num_seqs=(10,),
+            watermarks=(0.0,),
+            max_waiting=(40,),
+            crowded=True,
+            recipe=Recipe("kill", ("scheduler",), (moment, 1, 3), duration_us=(1_000, SECOND)),
+        )
+        for moment in ("batch with copies", "fork", "shared admission")
     ),
     # The memory service dies in the middle of a record, or before it answers, or forgets all.
     Theme(

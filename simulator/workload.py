@@ -127,7 +127,7 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     params = SamplingParams(
         seed=draw.randint(0, 3),
         n=n,
-        max_tokens=min(draw.choice([draw.randint(1, most_tokens), most_tokens]), room),
+        max_tokens=min(draw.choice([1, draw.randint(1, most_tokens), most_tokens]), room),
         ignore_eos=draw.random() < 0.7,
     )
     ways = ("cancel", "abort", "vanish", "vanish", "detach")
@@ -162,6 +162,6 @@ def _draw_churning(
         comes_back=True,
         max_attempts=8,
         returns_within_us=1 * MS,
-        attaches=draw.random() < 0.5,
+        attaches=draw.random() < 0.3,
         detach_ttl_ms=knobs.detach_ttl_ms,
     )
