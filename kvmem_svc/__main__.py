@@ -15,6 +15,8 @@ import typer
 from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import Configure
+from kvmem_svc.core.tenants import Quota
 from kvmem_svc.ports import Journal
 from kvmem_svc.servicer import KvMemoryServicer
 from octavo.service import logs, telemetry
@@ -29,7 +31,9 @@ HOUR_MS = 3_600_000
 app = typer.Typer(add_completion=False)
 
 
-async def serve(address: str, gatekeeper: Gatekeeper, journal: Journal | None) -> bool:
+async def serve(
+    address: str, gatekeeper: Gatekeeper, journal: Journal | None, configuration: Configure
+) -> bool:
     """Serve until told to stop; False when a bug ended it."""
     tracing = telemetry.setup("octavo-kvmem")
     host = ServiceHost("kvmem", address, [SERVICE_NAME])
@@ -43,6 +47,7 @@ async def serve(address: str, gatekeeper: Gatekeeper, journal: Journal | None) -
     servicer = KvMemoryServicer(
         gatekeeper, tracing, stop_on_bug, journal=journal, on_serving=host.set_serving
     )
+    gatekeeper.configure(configuration)
     kvmem_pb2_grpc.add_KvMemoryServicer_to_server(servicer, host.server)
     await host.start()
     ticking = asyncio.create_task(servicer.keep_ticking())
@@ -133,6 +138,30 @@ def main(
             help="Set a damaged journal aside and begin a new one.",
         ),
     ] = False,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            envvar="OCTAVO_KVMEM_PREFIX_CACHE",
+            help="Keep the KV of finished sequences for prompts that begin alike.",
+        ),
+    ] = True,
+    tenant_max_blocks: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_TENANT_MAX_BLOCKS",
+            min=0,
+            help="Blocks in use that a tenant may have; 0: no limit.",
+        ),
+    ] = 0,
+    tenant_max_sequences: Annotated[
+        int,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_TENANT_MAX_SEQUENCES",
+            min=0,
+            help="Sequences, waiting or running, that a tenant may have; 0: no limit.",
+        ),
+    ] = 0,
     log_level: Annotated[str, typer.Option(envvar="OCTAVO_KVMEM_LOG_LEVEL")] = "info",
 ) -> None:
     """The KV memory service: owner of every KV block and of every sequence that uses one."""
@@ -146,12 +175,14 @@ def main(
         segment_bytes=journal_segment_mib * 1024 * 1024,
         discard_damaged=discard_damaged_journal,
     )
+    quota = Quota(tenant_max_blocks, tenant_max_sequences)
+    configuration = Configure(prefix_cache, quota)
     clean = True
 
     async def serving() -> None:
         nonlocal clean
         gatekeeper = Gatekeeper(memory, times, recovered=recovered)
-        clean = await serve(address, gatekeeper, opened_journal)
+        clean = await serve(address, gatekeeper, opened_journal, configuration)
 
     try:
         run(serving())

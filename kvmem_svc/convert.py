@@ -12,7 +12,8 @@ import numpy as np
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.errors import InvalidBatch
 from kvmem_svc.core.memory import PoolStats
-from kvmem_svc.core.mutations import PendingCopy, PoolConfirmed, Reply
+from kvmem_svc.core.mutations import PendingCopy, Pin, PoolConfirmed, Reply
+from kvmem_svc.core.prefix_cache import Domain
 from kvmem_svc.core.session import SessionLedger
 from kvmem_svc.core.views import AdoptedRequest, AdoptedSequence, SequenceView
 from octavo.service.columns import I32, U64, ColumnError, pack, unpack
@@ -62,6 +63,21 @@ def _batch(fence: b.Fence, batch_seq: int, step: pb.StepOps, encoded: bytes) -> 
     if len(encoded) > MAX_VERBATIM_BYTES:
         digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return b.Batch(fence, batch_seq, step.step_id, step.acknowledged_step, ops, digest, encoded)
+
+
+def prefix_from_pb(request: pb.MatchPrefixRequest | pb.PinRequest) -> tuple[Domain, b.Column]:
+    """Whose prefix, and its tokens. Raises InvalidBatch for a broken column."""
+    try:
+        tokens = unpack(request.token_ids, I32, "token_ids")
+    except ColumnError as error:
+        raise InvalidBatch(str(error)) from error
+    return Domain(request.tenant, request.cache_salt), tokens
+
+
+def pin_from_pb(request: pb.PinRequest) -> Pin:
+    """Raises InvalidBatch for a broken column."""
+    domain, tokens = prefix_from_pb(request)
+    return Pin(domain, tokens, request.ttl_ms, request.is_public)
 
 
 def _op_from_pb(op: pb.Op) -> b.Op:
@@ -238,8 +254,9 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
             message.forked.child_sequence_ids.extend(child_sequence_ids)
             message.forked.block_ids = block_ids.tobytes()
             message.forked.table_version = table_version
-        case b.Reserved(failed_groups):
+        case b.Reserved(failed_groups, quota_groups):
             message.reserved.failed_groups = failed_groups.tobytes()
+            message.reserved.quota_groups = quota_groups.tobytes()
     return message
 
 
@@ -327,4 +344,12 @@ def stats_to_pb(stats: PoolStats, ledger: SessionLedger) -> pb.PoolStats:
         num_finished_sequences=stats.num_finished_sequences,
         num_expired_requests=stats.num_expired_requests,
         num_pending_copies=stats.num_pending_copies,
+        num_prefix_lookups=stats.num_prefix_lookups,
+        num_prefix_hits=stats.num_prefix_hits,
+        num_prefix_lookup_tokens=stats.num_prefix_lookup_tokens,
+        num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+        num_published=stats.num_published,
+        num_evictions=stats.num_evictions,
+        num_pins=stats.num_pins,
+        num_tenants=stats.num_tenants,
     )

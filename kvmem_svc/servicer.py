@@ -407,7 +407,41 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         stats.mutations_open = self._gatekeeper.mutations_open
         stats.orphaned_ms = self._gatekeeper.leases.orphaned_ms
         stats.journal_healthy = self._journal.healthy
+        stats.prefix_cache_enabled = self._memory.configuration.use_prefix_cache
         return stats
+
+    async def MatchPrefix(
+        self, request: pb.MatchPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> pb.MatchPrefixReply:
+        try:
+            num_tokens = self._memory.num_cached_tokens(*convert.prefix_from_pb(request))
+            return pb.MatchPrefixReply(num_cached_tokens=num_tokens)
+        except KvMemoryError as error:
+            await abort(context, _service_error(error))
+
+    # --- pins --------------------------------------------------------------------------
+
+    async def Pin(self, request: pb.PinRequest, context: grpc.aio.ServicerContext) -> pb.PinReply:
+        try:
+            self._check_accepting()
+            fence, pin = convert.fence_from_pb(request.fence), convert.pin_from_pb(request)
+            pinned = self._guarded(lambda: self._gatekeeper.pin(fence, pin, self._now_ms()))
+            self._check_journalled()
+            return pb.PinReply(pin_id=pinned.pin_id, num_pinned_tokens=pinned.num_pinned_tokens)
+        except (KvMemoryError, ServiceError) as error:
+            await abort(context, _service_error(error))
+
+    async def Unpin(
+        self, request: pb.UnpinRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnpinReply:
+        try:
+            self._check_accepting()
+            fence = convert.fence_from_pb(request.fence)
+            self._guarded(lambda: self._gatekeeper.unpin(fence, request.pin_id, self._now_ms()))
+            self._check_journalled()
+        except (KvMemoryError, ServiceError) as error:
+            await abort(context, _service_error(error))
+        return pb.UnpinReply()
 
     async def WatchEvents(
         self,

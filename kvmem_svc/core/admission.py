@@ -53,14 +53,29 @@ class MemberPlan:
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """num_blocks: to be available. They are new ones, and found ones that could be evicted."""
+    """num_blocks: to be available. They are new ones, and found ones that could be evicted.
+
+    num_blocks_of: by number of a tenant what will be counted for it: new ones, and found ones that
+    nobody holds.
+    """
 
     members: Sequence[MemberPlan]
     num_blocks: int
+    num_blocks_of: dict[int, int]
+
+    @property
+    def copies(self) -> bool:
+        return any(member.copies_last for member in self.members)
 
 
-def plan_admission(table: SequenceTable, pool: BlockPool, op: Admit) -> AdmissionPlan:
-    """Check an Admit against the table, and look its prefixes up. Raises OpMistake."""
+def plan_admission(
+    table: SequenceTable, pool: BlockPool, op: Admit, *, may_copy: bool
+) -> AdmissionPlan:
+    """Check an Admit against the table, and look its prefixes up. Raises OpMistake.
+
+    may_copy: whether a prompt that is found to the end may take a block more, for a copy of the
+    last one. Without, that one is computed again: it takes no more than if nothing were cached.
+    """
     rows = table.distinct_rows([member.sequence_id for member in op.members])
     members: list[MemberPlan] = []
     num_blocks_of: dict[int, int] = {}  # of the rows of earlier members
@@ -69,20 +84,35 @@ def plan_admission(table: SequenceTable, pool: BlockPool, op: Admit) -> Admissio
         _check_slots(table, member)
         if member.num_shared_blocks:
             _check_share(table, member, row, num_blocks_of)
-        plan = _plan_member(table, pool, member, row)
+        plan = _plan_member(table, pool, member, row, may_copy)
         num_blocks_of[row] = plan.num_blocks
         members.append(plan)
     found = np.unique(np.concatenate([NO_INT32, *(plan.found for plan in members)]))
     num_evictable = int(np.count_nonzero(pool.is_cached(found)))
-    return AdmissionPlan(members, sum(plan.num_new for plan in members) + num_evictable)
+    num_new = sum(plan.num_new for plan in members)
+    return AdmissionPlan(members, num_new + num_evictable, _by_tenant(table, pool, members))
+
+
+def _by_tenant(
+    table: SequenceTable, pool: BlockPool, members: Sequence[MemberPlan]
+) -> dict[int, int]:
+    num_blocks_of: dict[int, int] = {}
+    seen: set[int] = set()
+    for plan in members:
+        tenant = int(table.tenant[plan.row])
+        idle = set(plan.found[pool.ref_counts[plan.found] == 0].tolist()) - seen
+        seen |= idle
+        num_blocks_of[tenant] = num_blocks_of.get(tenant, 0) + plan.num_new + len(idle)
+    return num_blocks_of
 
 
 def _plan_member(
-    table: SequenceTable, pool: BlockPool, member: AdmitMember, row: int
+    table: SequenceTable, pool: BlockPool, member: AdmitMember, row: int, may_copy: bool
 ) -> MemberPlan:
     found, chain = NO_INT32, None
-    if member.use_prefix_cache:
-        found, chain = _look_up(table, pool, row)
+    if member.use_prefix_cache and pool.cache.enabled:
+        num_tokens = _num_lookup_tokens(table, row)
+        found, chain = _look_up(table, pool, row, num_tokens if may_copy else num_tokens - 1)
         if found.size < member.num_shared_blocks:
             found, chain = NO_INT32, Chain.at_root(chain.domain)
     num_shared = 0 if found.size else member.num_shared_blocks
@@ -104,11 +134,13 @@ def _plan_member(
     )
 
 
-def _look_up(table: SequenceTable, pool: BlockPool, row: int) -> tuple[Column, Chain]:
-    """The published blocks of the row's longest prefix, and the chain after them."""
+def _look_up(
+    table: SequenceTable, pool: BlockPool, row: int, num_tokens: int
+) -> tuple[Column, Chain]:
+    """The published blocks of the longest prefix of so many tokens, and the chain after them."""
     chain = Chain.at_root(table.record_of(row).domain)
-    tokens = table.tokens[row, : _num_lookup_tokens(table, row)]
-    return np.array(pool.cache.match(chain, tokens), np.int32), chain
+    found = pool.cache.match(chain, table.tokens[row, :num_tokens])
+    return np.array(found, np.int32), chain
 
 
 def _num_lookup_tokens(table: SequenceTable, row: int) -> int:
@@ -122,7 +154,10 @@ def commit_admission(
     """Carry out a plan that fits: `plan.num_blocks` are available. What was found is held before
     anything is evicted."""
     for member in plan.members:
-        pool.hold(member.found)
+        pool.hold(member.found, int(table.tenant[member.row]))
+        if member.chain is not None:
+            num_tokens = _num_lookup_tokens(table, member.row)
+            pool.cache.counters.count(num_tokens, member.num_computed if member.found.size else 0)
     return [_give_table(table, pool, member, effects) for member in plan.members]
 
 
@@ -177,7 +212,7 @@ def _give_table(
     table: SequenceTable, pool: BlockPool, plan: MemberPlan, effects: StepEffects
 ) -> BlockTable:
     row, num_shared = plan.row, plan.num_shared
-    blocks = pool.allocate(plan.num_new)
+    blocks = pool.allocate(plan.num_new, int(table.tenant[row]))
     given = plan.found
     if plan.copies_last:
         copy = blocks[:1]

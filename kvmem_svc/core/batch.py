@@ -228,9 +228,11 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """failed_groups: int32, indices into group_sizes."""
+    """failed_groups: int32, indices into group_sizes. quota_groups: those of them that failed by
+    their tenant's quota."""
 
     failed_groups: Column
+    quota_groups: Column = field(default_factory=lambda: NO_INT32)
 
 
 @dataclass(frozen=True, slots=True)

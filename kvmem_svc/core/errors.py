@@ -5,6 +5,7 @@ KvMemoryError            a call is refused; nothing was changed
 ├── LeaseExpired         ├── SessionHeld                           (sessions)
 ├── SequenceGap          ├── BatchConflict     ├── InvalidBatch    (batches)
 ├── StepOutOfOrder       ├── NoPool            ├── InvalidGeometry (batches, pools)
+├── InvalidPin           ├── NoFreeBlocks      ├── TenantQuota     (pins)
 └── UnknownSequence      └── UnknownRequest                        (queries)
 OpMistake                one op of a batch is refused: becomes that op's status
 InvariantViolation       a bug: the state can no longer be trusted
@@ -112,6 +113,24 @@ class UnknownRequest(KvMemoryError):
     """A query names a request that is not there."""
 
     reason = "UNKNOWN_REQUEST"
+
+
+class InvalidPin(KvMemoryError):
+    """A Pin is out of range."""
+
+    reason = "INVALID_PARAMETER"
+
+
+class NoFreeBlocks(KvMemoryError):
+    """Pins hold as much as they may."""
+
+    reason = "NO_FREE_BLOCKS"
+
+
+class TenantQuota(KvMemoryError):
+    """A pin would hold more than the tenant may have."""
+
+    reason = "TENANT_QUOTA"
 
 
 class OpMistake(Exception):

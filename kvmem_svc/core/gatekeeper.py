@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvmem_svc.core.batch import Batch, BatchResult, Fence, PoolGeometry
-from kvmem_svc.core.errors import NoPool, StaleEpoch
+from kvmem_svc.core.errors import InvalidPin, NoPool, StaleEpoch
 from kvmem_svc.core.leases import Leases, LeaseTimes
-from kvmem_svc.core.limits import MAX_EXPIRED_REQUESTS
+from kvmem_svc.core.limits import ARRIVE_RANGES, MAX_EXPIRED_REQUESTS, MAX_PIN_TTL_MS
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import (
     ApplyBatch,
     CloseSession,
+    Configure,
     ConfirmPool,
     Expire,
     GrantSession,
     Mutation,
+    Pin,
+    Pinned,
     PoolConfirmed,
     Reply,
     Session,
+    Unpin,
 )
 from kvmem_svc.core.views import AdoptedRequest, adopted_requests
 
@@ -50,6 +54,11 @@ class Gatekeeper:
         self.leases = Leases(times or LeaseTimes())
         self.on_mutation = on_mutation
         self._is_pool_provisional = recovered
+        # When pins end, in the leases' time. It starts over with the process.
+        self._pin_ends_ms: dict[int, int] = {}
+        if memory.manager is not None:
+            for pin in memory.manager.pins.values():
+                self._note_end(pin.pin_id, pin.ttl_ms)
         if recovered and memory.ledger.session is not None:
             self.leases.recover()
 
@@ -62,6 +71,11 @@ class Gatekeeper:
         reply = self.memory.commit(mutation)
         self.on_mutation(mutation, reply)
         return reply
+
+    def configure(self, configuration: Configure) -> None:
+        """How this process was started; a mutation only where the state was made otherwise."""
+        if configuration != self.memory.configuration:
+            self._commit(configuration)
 
     # --- sessions ----------------------------------------------------------------------
 
@@ -161,12 +175,46 @@ class Gatekeeper:
     def adopt(self, fence: Fence, now_ms: int) -> list[AdoptedRequest]:
         """Every request, in order of arrival, as of now. Raises what `apply` does of fences,
         leases and pools."""
+        self._check_may_write(fence, now_ms)
+        manager = self.memory.manager
+        return adopted_requests(manager) if manager is not None else []
+
+    # --- pins --------------------------------------------------------------------------
+
+    def pin(self, fence: Fence, pin: Pin, now_ms: int) -> Pinned:
+        """Hold what is cached of a prefix. Raises InvalidPin, NoFreeBlocks, TenantQuota, and what
+        `apply` does of fences, leases and pools."""
+        self._check_may_write(fence, now_ms)
+        _check_pin(pin)
+        pinned = self._commit(pin)
+        assert isinstance(pinned, Pinned)
+        self._note_end(pinned.pin_id, pin.ttl_ms)
+        return pinned
+
+    def unpin(self, fence: Fence, pin_id: int, now_ms: int) -> None:
+        """Let go of a pin; of one that is gone already there is nothing to do. Raises what `apply`
+        does of fences, leases and pools."""
+        self._check_may_write(fence, now_ms)
+        self._pin_ends_ms.pop(pin_id, None)
+        self._commit(Unpin(pin_id))
+
+    def _check_may_write(self, fence: Fence, now_ms: int) -> None:
         session = self._check_alive(fence, now_ms)
         self.leases.renew()
         self._check_confirmed(session)
         self.memory.ledger.check_mutation(fence)
-        manager = self.memory.manager
-        return adopted_requests(manager) if manager is not None else []
+
+    def _note_end(self, pin_id: int, ttl_ms: int) -> None:
+        if pin_id and ttl_ms:
+            self._pin_ends_ms[pin_id] = self.leases.time_ms + ttl_ms
+
+    def _end_pins(self) -> None:
+        now_ms = self.leases.time_ms
+        for pin_id in [one for one, end_ms in self._pin_ends_ms.items() if end_ms <= now_ms]:
+            del self._pin_ends_ms[pin_id]
+            manager = self.memory.manager
+            if manager is not None and pin_id in manager.pins:
+                self._commit(Unpin(pin_id))
 
     def _check_confirmed(self, session: Session) -> None:
         if self._is_pool_provisional:
@@ -178,8 +226,10 @@ class Gatekeeper:
     # --- time --------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> list[str]:
-        """Let time go on; ids of the requests that expired by it. To be called often."""
+        """Let time go on; ids of the requests that expired by it. Pins end, too. To be called
+        often."""
         self.leases.observe(now_ms)
+        self._end_pins()
         request_ids = list(islice(self._overdue_requests(), MAX_EXPIRED_REQUESTS))
         if request_ids:
             if self.memory.ledger.session is not None:
@@ -196,3 +246,15 @@ class Gatekeeper:
             ttl_ms = times.orphan_ttl_ms if record.live else times.result_ttl_ms
             if orphaned_ms >= ttl_ms:
                 yield record.request_id
+
+
+def _check_pin(pin: Pin) -> None:
+    sizes = {
+        "tenant_bytes": len(pin.domain.tenant.encode()),
+        "cache_salt_bytes": len(pin.domain.cache_salt.encode()),
+    }
+    for name, size in sizes.items():
+        if size not in ARRIVE_RANGES[name]:
+            raise InvalidPin(f"{name} is {size}, it must be {ARRIVE_RANGES[name]}")
+    if not 0 <= pin.ttl_ms <= MAX_PIN_TTL_MS:
+        raise InvalidPin(f"ttl_ms is {pin.ttl_ms}, it must be 0 .. {MAX_PIN_TTL_MS}")

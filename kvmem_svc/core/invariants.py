@@ -1,5 +1,6 @@
 """What must always hold. `check_levels` costs nothing and runs after every batch;
-`check_integrity` reads every table and runs whenever the memory falls idle."""
+`check_integrity` reads everything and runs when the memory falls idle, if enough has happened
+for that to cost little a block."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from kvmem_svc.core.errors import InvariantViolation
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.pool import BlockPool
+from kvmem_svc.core.prefix_cache import KEY_BYTES
 from kvmem_svc.core.sequences import SequenceTable, Status
 
 
@@ -27,17 +29,20 @@ def check_integrity(manager: BlockManager) -> None:
     """Raises InvariantViolation with what does not balance. O(blocks ever used)."""
     check_levels(manager.pool)
     _check_sequences(manager.sequences, manager)
-    held = _held_counts(manager.pool, manager.sequences)
+    held = _held_counts(manager)
     _check_references(manager.pool, held)
     _check_each_block_is_once(manager.pool, held)
     _check_writers(manager.pool, manager.sequences)
     _check_cache(manager.pool)
     _check_chains(manager.sequences)
+    _check_tenants(manager)
 
 
-def _held_counts(pool: BlockPool, table: SequenceTable) -> np.ndarray:
-    """How many table entries hold each block ever used; int64."""
+def _held_counts(manager: BlockManager) -> np.ndarray:
+    """How many table entries and pins hold each block ever used; int64."""
+    pool, table = manager.pool, manager.sequences
     entries = [table.tables[row, : table.table_len[row]] for row in table.live_rows()]
+    entries += [pin.blocks for pin in manager.pins.values()]
     blocks = np.concatenate(entries) if entries else np.zeros(0, np.int32)
     used = pool.num_ever_used
     if blocks.size and not 0 <= blocks.min() <= blocks.max() < used:
@@ -120,17 +125,34 @@ def _check_cache(pool: BlockPool) -> None:
     published = np.flatnonzero(cache.serials[:used])
     if sorted(cache.index.values()) != published.tolist():
         _violated(f"{published.size} blocks are published, the index has {len(cache.index)}")
-    for key, block in cache.index.items():
-        if cache.key_of(block) != key:
-            _violated(f"the index finds block {block} by a key that is not its own")
+    by_block = sorted(cache.index, key=cache.index.__getitem__)
+    if b"".join(by_block) != cache.keys.reshape(-1, KEY_BYTES)[published].tobytes():
+        _violated("the index finds a block by a key that is not its own")
     roots = published[cache.parent_serials[published] == 0]
-    if sorted(cache.domains) != roots.tolist():
-        _violated(f"{roots.size} published blocks begin a chain, {len(cache.domains)} are known to")
+    if not set(roots.tolist()) <= set(cache.domains) <= set(published.tolist()):
+        _violated("it is not known of every published block whose it is, or of others too")
     cached = np.flatnonzero(pool.is_cached(np.arange(used)))
     if sorted(pool.cached_blocks().tolist()) != cached.tolist():
         _violated(f"{cached.size} blocks are cached, the queue has {pool.num_cached}")
     if not cache.is_published(cached).all() or pool.cache.is_published(pool.free_blocks()).any():
         _violated("a cached block is not published, or a free one is")
+
+
+def _check_tenants(manager: BlockManager) -> None:
+    """What each tenant has adds up."""
+    pool, tenants = manager.pool, manager.tenants
+    in_use = np.flatnonzero(pool.ref_counts[: pool.num_ever_used])
+    counted = np.bincount(pool.tenants_of(in_use), minlength=pool.num_blocks_of.size)
+    if not np.array_equal(counted, pool.num_blocks_of):
+        _violated("blocks in use are not counted for the tenants that have them")
+    for name, number in tenants.numbers.items():
+        tenant = tenants.tenant(number)
+        records = [record for record in manager.requests.values() if record.tenant == name]
+        num_live = sum(len(record.live) for record in records)
+        if (tenant.num_records, tenant.num_sequences) != (len(records), num_live):
+            _violated(f"tenant {name!r} has {len(records)} requests and {num_live} sequences")
+        if any(record.tenant_number != number for record in records):
+            _violated(f"a request of tenant {name!r} is counted for another one")
 
 
 def _check_chains(table: SequenceTable) -> None:

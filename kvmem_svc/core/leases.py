@@ -79,6 +79,11 @@ class Leases:
         self._awaits_holder = True
         self._expires_ms = self._time_ms + grace_ms
 
+    @property
+    def time_ms(self) -> int:
+        """For how long the memory service was there."""
+        return self._time_ms
+
     # --- asking ------------------------------------------------------------------------
 
     @property

@@ -49,5 +49,8 @@ REPLY_WINDOW_BATCHES = 8
 # What one look at the clock adds at most to the time that leases run by. The shell looks far
 # more often: a longer gap means that the service itself was not there.
 MAX_CLOCK_STEP_MS = 500
+# Pins at a time. All together they hold at most half the pool.
+MAX_PINS = 256
+MAX_PIN_TTL_MS = 24 * 3_600_000
 # Requests that one Expire names.
 MAX_EXPIRED_REQUESTS = 1024

@@ -10,26 +10,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvmem_svc.core.batch import Batch, BatchResult, PoolGeometry, PoolLevels
-from kvmem_svc.core.errors import InvalidBatch, InvalidGeometry, StepOutOfOrder, UnknownSession
+from kvmem_svc.core.batch import Batch, BatchResult, Column, PoolGeometry, PoolLevels
+from kvmem_svc.core.errors import (
+    InvalidBatch,
+    InvalidGeometry,
+    NoPool,
+    StepOutOfOrder,
+    UnknownSession,
+)
 from kvmem_svc.core.invariants import check_integrity, check_levels
 from kvmem_svc.core.limits import GEOMETRY_RANGES, MAX_OPS_PER_BATCH, MAX_TOKEN_CELLS
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.mutations import (
     ApplyBatch,
     CloseSession,
+    Configure,
+    Configured,
     ConfirmPool,
     Expire,
     Expired,
     GrantSession,
     Mutation,
     PendingCopy,
+    Pin,
+    Pinned,
     PoolConfirmed,
     Reply,
     Session,
     SessionClosed,
+    Unpin,
+    Unpinned,
 )
+from kvmem_svc.core.prefix_cache import Domain
 from kvmem_svc.core.session import SessionLedger
+
+# How many blocks may be read for every one that was handed out or taken back since the last time.
+BLOCKS_CHECKED_PER_MOVE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,14 @@ class PoolStats:
     num_finished_sequences: int = 0
     num_expired_requests: int = 0
     num_pending_copies: int = 0
+    num_prefix_lookups: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_lookup_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_published: int = 0
+    num_evictions: int = 0
+    num_pins: int = 0
+    num_tenants: int = 0
 
 
 class KvMemory:
@@ -62,12 +86,19 @@ class KvMemory:
         self.last_step_id = 0
         self.acknowledged_step = 0
         self.num_batches = 0
+        self.configuration = Configure()
+        # When everything is to be checked again, in blocks handed out and taken back. No part of
+        # the state: checking changes nothing.
+        self._checked_at = 0
         self._carry_out: dict[type, Callable[[Any], Reply]] = {
             GrantSession: self._grant_session,
             ConfirmPool: self._confirm_pool,
             ApplyBatch: self._apply_batch,
             CloseSession: self._close_session,
             Expire: self._expire,
+            Configure: self._configure,
+            Pin: self._pin,
+            Unpin: self._unpin,
         }
 
     def commit(self, mutation: Mutation) -> Reply:
@@ -75,8 +106,9 @@ class KvMemory:
 
         Of ApplyBatch the reply is the BatchResult. A batch that came before gets its kept result
         again; it was no mutation, and `num_batches` stays.
-        Raises InvalidGeometry (ConfirmPool); StaleBootId, StaleEpoch, UnknownSession, NoPool,
-        SequenceGap, BatchConflict, InvalidBatch or StepOutOfOrder (ApplyBatch).
+        Raises InvalidGeometry (ConfirmPool); NoPool, NoFreeBlocks or TenantQuota (Pin);
+        StaleBootId, StaleEpoch, UnknownSession, NoPool, SequenceGap, BatchConflict, InvalidBatch
+        or StepOutOfOrder (ApplyBatch).
         """
         self.settle()
         return self._carry_out[type(mutation)](mutation)
@@ -107,6 +139,30 @@ class KvMemory:
         check_integrity(manager)
         return expired
 
+    # --- configuration and pins --------------------------------------------------------
+
+    def _configure(self, mutation: Configure) -> Configured:
+        self.configuration = mutation
+        if self.manager is not None:
+            self.manager.configure(mutation)
+            check_integrity(self.manager)
+        return Configured()
+
+    def _pin(self, mutation: Pin) -> Pinned:
+        if self.manager is None:
+            raise NoPool("no worker's pool is attached: nothing is cached")
+        pinned = self.manager.pin(mutation)
+        check_levels(self.manager.pool)
+        return pinned
+
+    def _unpin(self, mutation: Unpin) -> Unpinned:
+        manager = self.manager
+        was_there = manager is not None and mutation.pin_id in manager.pins
+        if manager is not None:
+            manager.unpin(mutation.pin_id)
+            check_levels(manager.pool)
+        return Unpinned(was_there)
+
     # --- pools -------------------------------------------------------------------------
 
     def _confirm_pool(self, mutation: ConfirmPool) -> PoolConfirmed:
@@ -133,6 +189,7 @@ class KvMemory:
         try:
             if self.manager is None:
                 self.manager = BlockManager(self.max_sequences, mutation.geometry)
+                self.manager.configure(self.configuration)
             else:
                 self.manager.replace_pool(mutation.geometry)
         except MemoryError as error:
@@ -223,7 +280,7 @@ class KvMemory:
         results, effects = manager.apply(batch.ops)
         check_levels(pool)
         if was_busy and manager.sequences.num_free_rows == self.max_sequences:
-            check_integrity(manager)
+            self._check_when_worth_it(manager)
         return BatchResult(
             batch.batch_seq,
             results,
@@ -233,6 +290,14 @@ class KvMemory:
             pool.num_allocations - allocated,
             pool.num_freed - freed,
         )
+
+    def _check_when_worth_it(self, manager: BlockManager) -> None:
+        """A full cache takes a while to read: not after every little request."""
+        pool = manager.pool
+        num_moved = pool.num_allocations + pool.num_freed
+        if not 0 <= num_moved - self._checked_at < pool.num_ever_used // BLOCKS_CHECKED_PER_MOVE:
+            check_integrity(manager)
+            self._checked_at = num_moved
 
     # --- reading -----------------------------------------------------------------------
 
@@ -248,6 +313,12 @@ class KvMemory:
             num_quarantined_blocks=manager.pool.num_quarantined,
             num_free_sequences=manager.sequences.num_free_rows,
         )
+
+    def num_cached_tokens(self, domain: Domain, token_ids: Column) -> int:
+        """How much of a prefix is cached for `domain`, in whole blocks."""
+        self.settle()
+        self.settle()
+        return self.manager.num_cached_tokens(domain, token_ids) if self.manager else 0
 
     def stats(self) -> PoolStats:
         """Levels and counters. O(blocks ever used): not for every step."""
@@ -270,4 +341,12 @@ class KvMemory:
             num_finished_sequences=len(manager.sequences.finished),
             num_expired_requests=manager.num_expired_requests,
             num_pending_copies=len(pool.pending_copies),
+            num_prefix_lookups=pool.cache.counters.num_lookups,
+            num_prefix_hits=pool.cache.counters.num_hits,
+            num_prefix_lookup_tokens=pool.cache.counters.num_lookup_tokens,
+            num_prefix_hit_tokens=pool.cache.counters.num_hit_tokens,
+            num_published=pool.cache.num_published,
+            num_evictions=pool.num_evictions,
+            num_pins=len(manager.pins),
+            num_tenants=manager.tenants.num_active(pool.num_blocks_of.tolist()),
         )

@@ -8,13 +8,15 @@ state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvmem_svc.core.batch import Batch, BatchResult, PoolGeometry
+from kvmem_svc.core.batch import Batch, BatchResult, Column, PoolGeometry
+from kvmem_svc.core.prefix_cache import Domain
+from kvmem_svc.core.tenants import Quota
 
 # Of what a mutation does and replies. To be raised with every change of either: the replay of a
 # journal of another version could diverge.
-CORE_VERSION = 3
+CORE_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,32 @@ class Expire:
     request_ids: Sequence[str]
 
 
-Mutation = GrantSession | ConfirmPool | ApplyBatch | CloseSession | Expire
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """How the service was started: what these say holds for every mutation after it."""
+
+    use_prefix_cache: bool = True
+    quota: Quota = field(default_factory=Quota)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Hold what is cached of a prefix. token_ids: int32. ttl_ms is not counted here; 0: no end."""
+
+    domain: Domain
+    token_ids: Column
+    ttl_ms: int = 0
+    is_public: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Let go of a pin, if it is still there."""
+
+    pin_id: int
+
+
+Mutation = GrantSession | ConfirmPool | ApplyBatch | CloseSession | Expire | Configure | Pin | Unpin
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +128,26 @@ class Expired:
     num_live_sequences: int
 
 
-Reply = Session | PoolConfirmed | BatchResult | SessionClosed | Expired
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """Nothing more to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """pin_id 0: nothing of the prefix is cached."""
+
+    pin_id: int
+    num_pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    """was_there: of a pin that was not, nothing was changed."""
+
+    was_there: bool
+
+
+Reply = (
+    Session | PoolConfirmed | BatchResult | SessionClosed | Expired | Configured | Pinned | Unpinned
+)

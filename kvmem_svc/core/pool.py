@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvmem_svc.core.batch import NO_INT32
 from kvmem_svc.core.eviction import EvictionQueue
 from kvmem_svc.core.prefix_cache import PrefixCache
+from kvmem_svc.core.tenants import FIRST_CAPACITY
 
 Blocks = npt.NDArray[np.integer]
 
@@ -39,6 +40,10 @@ class BlockPool:
         self.num_freed = 0
         self.num_copies_on_write = 0
         self.num_evictions = 0
+        # By number of a tenant the blocks in use that are counted for it: for whoever was given
+        # a block when nobody held it, until nobody holds it.
+        self.num_blocks_of: npt.NDArray[np.int64] = np.zeros(FIRST_CAPACITY, np.int64)
+        self._tenants: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._returned = np.empty(num_blocks, np.int32)
         self._num_returned = 0
         self._num_ever_used = 0
@@ -152,9 +157,25 @@ class BlockPool:
             return NO_INT32
         return np.array([dst for copies in self._copies.values() for dst in copies], np.int32)
 
-    def allocate(self, count: int) -> Blocks:
+    def reserve_tenants(self, capacity: int) -> None:
+        """There are tenants with numbers up to capacity - 1."""
+        if capacity > self.num_blocks_of.size:
+            more = np.zeros(capacity - self.num_blocks_of.size, np.int64)
+            self.num_blocks_of = np.concatenate((self.num_blocks_of, more))
+
+    def tenants_of(self, blocks: Blocks) -> npt.NDArray[np.int32]:
+        """The tenant that each of `blocks`, in use, is counted for."""
+        return self._tenants[blocks]
+
+    def _count_for(self, blocks: Blocks, tenants: Blocks | int) -> None:
+        self._tenants[blocks] = tenants
+        np.add.at(self.num_blocks_of, self._tenants[blocks], 1)
+        self.num_in_use += blocks.size
+        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+
+    def allocate(self, count: int, tenants: Blocks | int) -> Blocks:
         """Take `count` blocks, each with one reference; int32[count]. Cached ones are evicted
-        when there are not enough free ones.
+        when there are not enough free ones. tenants: whom they are counted for.
 
         The caller has planned: asking for more than `num_available` is a bug.
         """
@@ -165,9 +186,8 @@ class BlockPool:
             blocks = np.concatenate((blocks, self._evict(count - num_free)))
         assert not self.ref_counts[blocks].any(), f"one of {blocks} still has references"
         self.ref_counts[blocks] = 1
-        self.num_in_use += count
+        self._count_for(blocks, tenants)
         self.num_allocations += count
-        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
         return blocks
 
     def _take_free(self, count: int) -> Blocks:
@@ -190,7 +210,7 @@ class BlockPool:
         self.num_evictions += count
         return blocks
 
-    def hold(self, blocks: Blocks) -> None:
+    def hold(self, blocks: Blocks, tenant: int) -> None:
         """Add one reference to each of `blocks` (distinct, published), which may have none yet:
         then it is neither evicted nor, where it waits for a step, given to anybody else."""
         idle = blocks[self.ref_counts[blocks] == 0]
@@ -200,8 +220,7 @@ class BlockPool:
             self.num_quarantined -= idle.size - num_cached
             self._is_cached[idle] = False
             self._stamps[idle] = 0
-            self.num_in_use += idle.size
-            self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+            self._count_for(idle, tenant)
         self.ref_counts[blocks] += 1
 
     def drop_content(self, blocks: Blocks) -> None:
@@ -250,6 +269,7 @@ class BlockPool:
         prepared copies from or to, that step itself.
         """
         self.num_in_use -= blocks.size
+        np.subtract.at(self.num_blocks_of, self._tenants[blocks], 1)
         self.num_freed += blocks.size
         self._last_stamp = stamp = self._last_stamp + 1
         self._stamps[blocks] = stamp

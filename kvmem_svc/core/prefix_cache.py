@@ -25,23 +25,17 @@ ROOT_SERIAL = 0
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Who shares cached blocks with whom: the requests of one tenant with one cache_salt, or
-    with PUBLIC everybody."""
+    """Who shares cached blocks with whom: the requests of one tenant with one cache_salt."""
 
     tenant: str
     cache_salt: str
-    is_public: bool = False
 
     @property
     def root_key(self) -> bytes:
         """The key that a chain begins with."""
         tenant, salt = self.tenant.encode(), self.cache_salt.encode()
-        kind = b"public" if self.is_public else b"private"
-        content = kind + len(tenant).to_bytes(4, "little") + tenant + salt
+        content = len(tenant).to_bytes(4, "little") + tenant + salt
         return blake2b(content, digest_size=KEY_BYTES, person=b"octavo-root").digest()
-
-
-PUBLIC = Domain("", "", is_public=True)
 
 
 def block_key(parent: bytes, tokens: bytes) -> bytes:
@@ -49,20 +43,55 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class PublicPrefix:
+    """Blocks that are held as long as everybody may find them. blocks: int32[n], tokens:
+    int32[n * block_size]."""
+
+    blocks: Column
+    tokens: Column
+
+    def num_leading(self, tokens: Column) -> int:
+        """How many of the blocks `tokens` begins with."""
+        size = min(self.tokens.size, tokens.size)
+        same = self.tokens[:size] == tokens[:size]
+        num_same = size if same.all() else int(same.argmin())
+        return num_same // (self.tokens.size // self.blocks.size)
+
+
 @dataclass(slots=True)
 class Chain:
     """Where a chain of blocks has come to: the next block goes on from here.
 
-    serial: of the block before, ROOT_SERIAL at the beginning.
+    serial: of the block before, ROOT_SERIAL at the beginning. is_foreign: that one is public, and
+    was published in another domain maybe.
     """
 
     domain: Domain
     key: bytes
     serial: int = ROOT_SERIAL
+    is_foreign: bool = False
 
     @classmethod
     def at_root(cls, domain: Domain) -> Chain:
         return cls(domain, domain.root_key)
+
+
+@dataclass(slots=True)
+class LookupCounters:
+    """Sequences that were admitted with a look into the cache, and their tokens: all, and what
+    was found."""
+
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    def count(self, num_tokens: int, num_hit_tokens: int) -> None:
+        self.num_lookups += 1
+        self.num_hits += num_hit_tokens > 0
+        self.num_lookup_tokens += num_tokens
+        self.num_hit_tokens += num_hit_tokens
 
 
 class PrefixCache:
@@ -85,10 +114,14 @@ class PrefixCache:
         self._parents = self.parent_serials.data
         self._keys = self.keys.data
         self.index: dict[bytes, int] = {}
-        # Of the published blocks at the beginning of a chain. The others are in the domain of the
-        # block before them.
+        # Of the published blocks at the beginning of a chain, or after public ones. The others are
+        # in the domain of the block before them.
         self.domains: dict[int, Domain] = {}
+        self.enabled = True
         self.num_published = 0
+        self.counters = LookupCounters()
+        # The prefixes that everybody finds.
+        self.public: list[PublicPrefix] = []
         self._last_serial = ROOT_SERIAL
 
     def is_published(self, blocks: Column) -> npt.NDArray[np.bool_]:
@@ -101,24 +134,42 @@ class PrefixCache:
         """The published blocks of the longest prefix of `tokens`; `chain` goes on after them."""
         width = 4 * self.block_size
         content = np.ascontiguousarray(tokens, np.int32).tobytes()
+        public = self._match_public(tokens) if self.public else []
         found: list[int] = []
         for start in range(0, len(content) - width + 1, width):
             block_tokens = content[start : start + width]
             key = block_key(chain.key, block_tokens)
             block = self.index.get(key)
-            if block is None or not self._stands_for(block, chain, block_tokens):
+            if block is not None and self._stands_for(block, chain, block_tokens):
+                chain.is_foreign = False
+            elif len(found) < len(public):
+                block = public[len(found)]
+                chain.is_foreign = True
+            else:
                 break
             chain.key, chain.serial = key, self._serials[block]
             found.append(block)
         return found
 
+    def _match_public(self, tokens: Column) -> list[int]:
+        """The blocks of the public prefix that is longest in `tokens`."""
+        longest: list[int] = []
+        for prefix in self.public:
+            num_blocks = prefix.num_leading(tokens)
+            # Without its serial a block is nothing to go on from.
+            usable = self.serials[prefix.blocks[:num_blocks]] != 0
+            num_blocks = num_blocks if usable.all() else int(usable.argmin())
+            if num_blocks > len(longest):
+                longest = prefix.blocks[:num_blocks].tolist()
+        return longest
+
     def _stands_for(self, block: int, chain: Chain, tokens: bytes) -> bool:
         """Whether a published block is the one that goes on from `chain` with `tokens`."""
-        return (
-            self._parents[block] == chain.serial
-            and self.tokens[block].tobytes() == tokens
-            and (chain.serial != ROOT_SERIAL or self.domains[block] == chain.domain)
-        )
+        if self._parents[block] != chain.serial or self.tokens[block].tobytes() != tokens:
+            return False
+        if chain.serial == ROOT_SERIAL or chain.is_foreign:
+            return self.domains.get(block) == chain.domain
+        return block not in self.domains
 
     # --- publishing --------------------------------------------------------------------
 
@@ -152,7 +203,7 @@ class PrefixCache:
                         self._forget(holder)
                         self.tokens[holder] = tokens[i]
                     self._enter(chain, key, holder)
-                chain.key, chain.serial = key, self._serials[holder]
+                chain.key, chain.serial, chain.is_foreign = key, self._serials[holder], False
             at += count
         return replaced
 
@@ -165,7 +216,7 @@ class PrefixCache:
         self._serials[block] = self._last_serial
         self._parents[block] = chain.serial
         self._keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] = key
-        if chain.serial == ROOT_SERIAL:
+        if chain.serial == ROOT_SERIAL or chain.is_foreign:
             self.domains[block] = chain.domain
         self.index[key] = block
         self.num_published += 1
@@ -182,6 +233,5 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         assert self._serials[block], f"block {block} is not published"
         del self.index[self.key_of(block)]
-        if self._parents[block] == ROOT_SERIAL:
-            del self.domains[block]
+        self.domains.pop(block, None)
         self._serials[block] = 0

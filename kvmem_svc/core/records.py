@@ -35,6 +35,7 @@ class RequestRecord:
     request_spec: bytes
     request_digest: bytes
     cache_salt: str = ""
+    tenant_number: int = 0
     live: dict[int, int] = field(default_factory=dict)
     finished: dict[int, FinishedSequence] = field(default_factory=dict)
 

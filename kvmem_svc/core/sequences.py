@@ -62,7 +62,8 @@ def require(status: Status, op: str, sequence_id: int) -> Status:
 class SequenceTable:
     """Rows 0 .. max_sequences - 1. Matrices are zeros that the system backs when touched.
 
-    length, num_computed, table_len, table_version, candidate, num_prompt_tokens: int32[rows];
+    length, num_computed, table_len, table_version, candidate, num_prompt_tokens, tenant (its
+    number): int32[rows];
     status: uint8[rows], 0 for an empty row; may_share: bool[rows], False only when no block that
     the row may write to can have another holder or be published; is_caching: bool[rows], the
     row's blocks are published when they are full, as far as chained_len: int32[rows], in tokens,
@@ -80,6 +81,7 @@ class SequenceTable:
         self.table_version = np.zeros(max_sequences, np.int32)
         self.candidate = np.zeros(max_sequences, np.int32)
         self.num_prompt_tokens = np.zeros(max_sequences, np.int32)
+        self.tenant = np.zeros(max_sequences, np.int32)
         self.status = np.zeros(max_sequences, np.uint8)
         self.may_share = np.zeros(max_sequences, np.bool_)
         self.is_caching = np.zeros(max_sequences, np.bool_)
@@ -216,6 +218,11 @@ class SequenceTable:
         self.chained_len[row] = chained_len
         self.chains[row] = chain
 
+    def end_caching(self, row: int) -> None:
+        self.is_caching[row] = False
+        self.chained_len[row] = 0
+        self.chains.pop(row, None)
+
     def holders(self) -> dict[int, int]:
         """Block -> the sequence that holds it, of several the one in the lowest row."""
         holders: dict[int, int] = {}
@@ -257,6 +264,7 @@ class SequenceTable:
         self.tokens[row, : token_ids.size] = token_ids
         self.length[row] = token_ids.size
         self.num_prompt_tokens[row] = record.num_prompt_tokens
+        self.tenant[row] = record.tenant_number
         self.candidate[row] = candidate
         self.status[row] = Status.WAITING
         self.records[row] = record
@@ -275,9 +283,7 @@ class SequenceTable:
         self.table_len[row] = 0
         self.num_computed[row] = 0
         self.may_share[row] = False
-        self.is_caching[row] = False
-        self.chained_len[row] = 0
-        self.chains.pop(row, None)
+        self.end_caching(row)
 
     def remove(self, row: int) -> RequestRecord:
         """Clear a row whose blocks are gone; its id is never given again."""
@@ -292,6 +298,7 @@ class SequenceTable:
             self.table_version,
             self.candidate,
             self.num_prompt_tokens,
+            self.tenant,
             self.status,
             self.may_share,
             self.is_caching,

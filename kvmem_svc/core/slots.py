@@ -7,6 +7,7 @@ blocks and cannot fail.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -144,7 +145,6 @@ def commit_slots(
     if not plan.num_blocks:
         return
     rows = plan.rows
-    blocks = pool.allocate(plan.num_blocks)
     num_copies = plan.to_copy.size
     if int(plan.num_new.max()) == 1 and not num_copies:  # steady decode: one more at the end
         owner = np.flatnonzero(plan.num_new)
@@ -152,13 +152,15 @@ def commit_slots(
     else:
         owner, offset = expand(plan.num_new)
         table_index = sequences.table_len[rows[owner]] + offset
+    if num_copies:
+        owner = np.concatenate((plan.shared.owner[plan.to_copy], owner))
+        table_index = np.concatenate((plan.shared.table_index[plan.to_copy], table_index))
+    changed_rows = rows[owner]
+    blocks = pool.allocate(plan.num_blocks, sequences.tenant[changed_rows])
     copies = NO_COPIES
     if num_copies:
         sources = plan.shared.block_id[plan.to_copy]
         copies = BlockCopies(pool.copy_on_write(sources, blocks[:num_copies]), blocks[:num_copies])
-        owner = np.concatenate((plan.shared.owner[plan.to_copy], owner))
-        table_index = np.concatenate((plan.shared.table_index[plan.to_copy], table_index))
-    changed_rows = rows[owner]
     sequences.tables[changed_rows, table_index] = blocks
     sequences.table_len[rows] += plan.num_new
     # Once per sequence, however many entries changed: assignment, not accumulation.
@@ -172,33 +174,64 @@ def commit_slots(
     effects.add(deltas, copies)
 
 
-def groups_that_fit(plan: SlotPlan, group_sizes: Column, pool: BlockPool) -> list[bool]:
+def blocks_by_tenant(sequences: SequenceTable, plan: SlotPlan) -> Column:
+    """What a plan needs for each tenant, by number; int64."""
+    tenants = sequences.tenant[plan.rows]
+    copies = tenants[plan.shared.owner[plan.to_copy]]
+    return np.bincount(tenants, plan.num_new).astype(np.int64) + np.bincount(
+        copies, minlength=int(tenants.max(initial=-1)) + 1
+    )
+
+
+class Verdict(IntEnum):
+    """What became of a group of sequences that want slots."""
+
+    FITS = 0
+    NO_BLOCKS = 1
+    OVER_QUOTA = 2
+
+
+def groups_that_fit(
+    sequences: SequenceTable, plan: SlotPlan, group_sizes: Column, pool: BlockPool, max_blocks: int
+) -> list[Verdict]:
     """Which groups get their blocks when not all can: each in order, if it still fits.
 
     A group that fails leaves its shared blocks shared, so what the later ones must copy is
-    counted along the way.
+    counted along the way. max_blocks: of each tenant, 0 for no limit.
     """
     num_free = pool.num_available
+    tenants = sequences.tenant[plan.rows].tolist()
+    room = [max_blocks - count for count in pool.num_blocks_of.tolist()]
     shared_of: dict[int, list[int]] = {}
     for owner, block in zip(plan.shared.owner.tolist(), plan.shared.block_id.tolist(), strict=True):
         shared_of.setdefault(owner, []).append(block)
     num_new = plan.num_new.tolist()
     ref_counts: dict[int, int] = {}
-    fits: list[bool] = []
+    verdicts: list[Verdict] = []
     member = 0
     for size in group_sizes.tolist():
         needed, dropped = 0, {}
+        needed_by: dict[int, int] = {}
         for owner in range(member, member + size):
+            needed_before = needed
             needed += num_new[owner]
             for block in shared_of.get(owner, ()):
                 left = ref_counts.get(block, int(pool.ref_counts[block])) - dropped.get(block, 0)
                 if left > 1 or pool.cache.serials[block]:
                     needed += 1
                     dropped[block] = dropped.get(block, 0) + 1
+            tenant = tenants[owner]
+            needed_by[tenant] = needed_by.get(tenant, 0) + needed - needed_before
         member += size
-        fits.append(needed <= num_free)
-        if fits[-1]:
+        if max_blocks and any(count > max(room[t], 0) for t, count in needed_by.items()):
+            verdicts.append(Verdict.OVER_QUOTA)
+        elif needed > num_free:
+            verdicts.append(Verdict.NO_BLOCKS)
+        else:
+            verdicts.append(Verdict.FITS)
             num_free -= needed
+            for tenant, count in needed_by.items():
+                room[tenant] -= count
             for block, count in dropped.items():
                 ref_counts[block] = ref_counts.get(block, int(pool.ref_counts[block])) - count
-    return fits
+    return verdicts

@@ -17,34 +17,38 @@ import numpy as np
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
-from kvmem_svc.core.mutations import Session
+from kvmem_svc.core.mutations import Configure, Session
+from kvmem_svc.core.pins import HeldPrefix
 from kvmem_svc.core.pool import BlockPool
-from kvmem_svc.core.prefix_cache import KEY_BYTES, Chain, Domain, PrefixCache
+from kvmem_svc.core.prefix_cache import KEY_BYTES, Chain, Domain, LookupCounters, PrefixCache
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import ROW_MASK, SequenceTable
 from kvmem_svc.core.session import SessionLedger
+from kvmem_svc.core.tenants import Quota, Tenant, Tenants
 
 Plain = dict[str, Any]
 
 # Attributes that are dumped as they are, by the part of the state that has them.
 MEMORY_SCALARS = ("max_sequences", "last_step_id", "acknowledged_step", "num_batches")
 LEDGER_SCALARS = ("kvmem_boot_id", "worker_boot_id", "epoch", "mutations_open", "next_batch_seq")
-MANAGER_SCALARS = ("num_preemptions", "num_expired_requests", "_next_arrival_number")
+MANAGER_SCALARS = (
+    *("num_preemptions", "num_expired_requests", "_next_arrival_number", "_next_pin_id"),
+)
 POOL_SCALARS = (
     *("num_in_use", "num_quarantined", "peak_in_use", "num_allocations", "num_freed"),
     *("num_copies_on_write", "num_evictions", "_num_returned", "_num_ever_used", "_last_stamp"),
     *("_step_id", "_acknowledged_step", "_pending_step"),
 )
-CACHE_SCALARS = ("num_published", "_last_serial")
+CACHE_SCALARS = ("enabled", "num_published", "_last_serial")
 # Columns of the sequence table of which the rows of live sequences are dumped; the others are 0.
 ROW_COLUMNS = (
     *("live_ids", "length", "num_computed", "table_len", "table_version", "candidate"),
-    *("num_prompt_tokens", "status", "may_share", "is_caching", "chained_len"),
+    *("num_prompt_tokens", "tenant", "status", "may_share", "is_caching", "chained_len"),
     *("state_words", "has_word"),
 )
 RECORD_SCALARS = (
     *("request_id", "arrival_number", "num_candidates", "num_prompt_tokens", "tenant"),
-    *("request_spec", "request_digest", "cache_salt"),
+    *("request_spec", "request_digest", "cache_salt", "tenant_number"),
 )
 
 
@@ -54,6 +58,10 @@ def dump(memory: KvMemory) -> Plain:
     manager = memory.manager
     return {
         **_scalars(memory, MEMORY_SCALARS),
+        "configuration": [
+            memory.configuration.use_prefix_cache,
+            *astuple(memory.configuration.quota),
+        ],
         "ledger": _dump_ledger(memory.ledger),
         "manager": None if manager is None else _dump_manager(manager),
     }
@@ -66,6 +74,10 @@ def load(plain: Plain) -> KvMemory:
     _load_ledger(memory.ledger, plain["ledger"])
     if plain["manager"] is not None:
         memory.manager = _load_manager(memory.max_sequences, plain["manager"])
+    use_prefix_cache, *quota = plain["configuration"]
+    memory.configuration = Configure(use_prefix_cache, Quota(*quota))
+    if memory.manager is not None:
+        memory.manager.quota = memory.configuration.quota
     return memory
 
 
@@ -150,8 +162,8 @@ def _dump_op_result(result: b.OpResult) -> list[Any]:
             value = ["admitted", [_dump_table(table) for table in tables]]
         case b.Forked(child_ids, block_ids, table_version):
             value = ["forked", list(child_ids), _column(block_ids), table_version]
-        case b.Reserved(failed_groups):
-            value = ["reserved", _column(failed_groups)]
+        case b.Reserved(failed_groups, quota_groups):
+            value = ["reserved", _column(failed_groups), _column(quota_groups)]
     return [int(result.status), result.message, value]
 
 
@@ -178,7 +190,7 @@ def _load_value(kind: str, *fields: Any) -> b.Arrived | b.Admitted | b.Forked | 
         child_ids, block_ids, table_version = fields
         return b.Forked(child_ids, _array(block_ids), table_version)
     if kind == "reserved":
-        return b.Reserved(_array(fields[0]))
+        return b.Reserved(*map(_array, fields))
     raise ValueError(f"no op returns {kind!r}")
 
 
@@ -192,6 +204,8 @@ def _dump_manager(manager: BlockManager) -> Plain:
         "pool": _dump_pool(manager.pool),
         "sequences": _dump_sequences(manager.sequences),
         "requests": [_dump_record(record) for record in manager.requests.values()],
+        "tenants": _dump_tenants(manager.tenants),
+        "pins": [_dump_pin(pin) for pin in manager.pins.values()],
     }
 
 
@@ -200,6 +214,11 @@ def _load_manager(max_sequences: int, plain: Plain) -> BlockManager:
     _set_scalars(manager, MANAGER_SCALARS, plain)
     _load_pool(manager.pool, plain["pool"])
     _load_sequences(manager.sequences, plain["sequences"])
+    _load_tenants(manager.tenants, plain["tenants"])
+    for one in plain["pins"]:
+        pin = _load_pin(*one)
+        manager.pins[pin.pin_id] = pin
+    manager.pool.cache.public = [pin.public() for pin in manager.pins.values() if pin.is_public]
     chains = {row: chain for row, *chain in plain["sequences"]["chains"]}
     for one in plain["requests"]:
         record = _load_record(one)
@@ -212,6 +231,32 @@ def _load_manager(max_sequences: int, plain: Plain) -> BlockManager:
         for finished in record.finished.values():
             manager.sequences.finished[finished.sequence_id] = finished
     return manager
+
+
+def _dump_tenants(tenants: Tenants) -> Plain:
+    return {
+        "entries": [None if one is None else list(astuple(one)) for one in tenants.entries],
+        "free": list(tenants._free),
+    }
+
+
+def _load_tenants(tenants: Tenants, plain: Plain) -> None:
+    tenants.entries = [None if one is None else Tenant(*one) for one in plain["entries"]]
+    tenants._free = list(plain["free"])
+    tenants.numbers = {
+        entry.name: number for number, entry in enumerate(tenants.entries) if entry is not None
+    }
+
+
+def _dump_pin(pin: HeldPrefix) -> list[Any]:
+    domain = list(astuple(pin.domain))
+    columns = [_column(pin.blocks), _column(pin.tokens)]
+    return [pin.pin_id, domain, *columns, pin.ttl_ms, pin.is_public]
+
+
+def _load_pin(pin_id: int, domain: list[str], *rest: Any) -> HeldPrefix:
+    blocks, tokens, ttl_ms, is_public = rest
+    return HeldPrefix(pin_id, Domain(*domain), _array(blocks), _array(tokens), ttl_ms, is_public)
 
 
 def _dump_record(record: RequestRecord) -> Plain:
@@ -275,7 +320,9 @@ def _dump_sequences(table: SequenceTable) -> Plain:
         "tokens": _column(np.concatenate([b.NO_INT32, *tokens])),
         "tables": _column(np.concatenate([b.NO_INT32, *blocks])),
         # Of which domain they are stands in the records.
-        "chains": [[row, c.key, c.serial] for row, c in sorted(table.chains.items())],
+        "chains": [
+            [row, one.key, one.serial, one.is_foreign] for row, one in sorted(table.chains.items())
+        ],
         "long_states": [[row, state] for row, state in sorted(table.long_states.items())],
         "generation": _column(np.array(table._generation, np.uint64)),
         "free_rows": _column(np.array(table._free_rows, np.int32)),
@@ -313,6 +360,9 @@ def _dump_pool(pool: BlockPool) -> Plain:
         **_scalars(pool, POOL_SCALARS),
         "ref_counts": _column(pool.ref_counts[: pool.num_ever_used]),
         "returned": _column(pool.free_blocks()),
+        "num_blocks_of": _column(pool.num_blocks_of),
+        # Of blocks that nobody holds it does not matter.
+        "tenants": _column(pool._tenants[np.flatnonzero(pool.ref_counts[: pool.num_ever_used])]),
         # As it lies: the order in which blocks come back is the order they are given out in.
         # Those taken out of it meanwhile are left out.
         "quarantine": [
@@ -339,6 +389,9 @@ def _load_pool(pool: BlockPool, plain: Plain) -> None:
     _set_scalars(pool, POOL_SCALARS, plain)
     pool.ref_counts[: pool.num_ever_used] = _array(plain["ref_counts"])
     pool._returned[: pool._num_returned] = _array(plain["returned"])
+    pool.num_blocks_of = _array(plain["num_blocks_of"]).astype(np.int64)
+    in_use = np.flatnonzero(pool.ref_counts[: pool.num_ever_used])
+    pool._tenants[in_use] = _array(plain["tenants"])
     pool._quarantine = {
         step: [(stamp, _array(blocks)) for stamp, blocks in held]
         for step, held in plain["quarantine"]
@@ -370,6 +423,7 @@ def _dump_cache(pool: BlockPool) -> Plain:
     published = np.flatnonzero(cache.serials[: pool.num_ever_used]).astype(np.int32)
     return {
         **_scalars(cache, CACHE_SCALARS),
+        "counters": list(astuple(cache.counters)),
         "blocks": _column(published),
         "serials": _column(cache.serials[published]),
         "parent_serials": _column(cache.parent_serials[published]),
@@ -381,6 +435,7 @@ def _dump_cache(pool: BlockPool) -> Plain:
 
 def _load_cache(cache: PrefixCache, plain: Plain) -> None:
     _set_scalars(cache, CACHE_SCALARS, plain)
+    cache.counters = LookupCounters(*plain["counters"])
     published, keys = _array(plain["blocks"]), plain["keys"]
     cache.serials[published] = _array(plain["serials"])
     cache.parent_serials[published] = _array(plain["parent_serials"])

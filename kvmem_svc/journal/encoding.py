@@ -8,10 +8,13 @@ from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import msgpack
+import numpy as np
 
 from kvmem_svc import convert
 from kvmem_svc.core import mutations as m
 from kvmem_svc.core.batch import Fence, PoolGeometry
+from kvmem_svc.core.prefix_cache import Domain
+from kvmem_svc.core.tenants import Quota
 
 _BATCH_SEQ = struct.Struct("<Q")
 
@@ -59,6 +62,22 @@ def _encode_grant(mutation: m.GrantSession) -> bytes:
     return packed([mutation.holder, mutation.holder_address])
 
 
+def _decode_configure(payload: bytes, _: Callable[[], Fence]) -> m.Mutation:
+    use_prefix_cache, *quota = msgpack.unpackb(payload)
+    return m.Configure(use_prefix_cache, Quota(*quota))
+
+
+def _encode_pin(mutation: m.Pin) -> bytes:
+    token_ids = mutation.token_ids.astype("<i4").tobytes()
+    return packed([*astuple(mutation.domain), token_ids, mutation.ttl_ms, mutation.is_public])
+
+
+def _decode_pin(payload: bytes, _: Callable[[], Fence]) -> m.Mutation:
+    tenant, cache_salt, token_ids, ttl_ms, is_public = msgpack.unpackb(payload)
+    tokens = np.frombuffer(token_ids, "<i4").astype(np.int32)
+    return m.Pin(Domain(tenant, cache_salt), tokens, ttl_ms, is_public)
+
+
 # Numbers are part of the format: never given to anything else.
 KINDS: Mapping[type, Kind] = {
     m.GrantSession: Kind(
@@ -91,6 +110,27 @@ KINDS: Mapping[type, Kind] = {
         "msgpack [request_id, ...]",
         lambda mutation: packed(list(mutation.request_ids)),
         lambda payload, _: m.Expire(msgpack.unpackb(payload)),
+    ),
+    m.Configure: Kind(
+        6,
+        "configure",
+        "msgpack [use_prefix_cache, max_blocks and max_sequences of a tenant]",
+        lambda mutation: packed([mutation.use_prefix_cache, *astuple(mutation.quota)]),
+        _decode_configure,
+    ),
+    m.Pin: Kind(
+        7,
+        "pin",
+        "msgpack [tenant, cache_salt, token ids (int32), ttl_ms, is_public]",
+        _encode_pin,
+        _decode_pin,
+    ),
+    m.Unpin: Kind(
+        8,
+        "unpin",
+        "msgpack pin_id",
+        lambda mutation: packed(mutation.pin_id),
+        lambda payload, _: m.Unpin(msgpack.unpackb(payload)),
     ),
 }
 _BY_NUMBER = {kind.number: kind for kind in KINDS.values()}

@@ -148,12 +148,34 @@ def _summary(mutation: m.Mutation) -> str:
             )
         case m.Expire(request_ids):
             return f"{len(request_ids)} requests"
+        case m.Configure() | m.Pin() | m.Unpin():
+            return _settings_summary(mutation)
         case _:
             return ""
 
 
+def _settings_summary(mutation: m.Configure | m.Pin | m.Unpin) -> str:
+    match mutation:
+        case m.Configure(use_prefix_cache, quota):
+            return (
+                f"prefix cache {'on' if use_prefix_cache else 'off'}, at most"
+                f" {quota.max_blocks or 'all'} blocks and {quota.max_sequences or 'all'} sequences"
+                " a tenant"
+            )
+        case m.Pin(domain, token_ids, ttl_ms, is_public):
+            return (
+                f"{token_ids.size} tokens of tenant {domain.tenant!r}"
+                + (f" for {ttl_ms} ms" if ttl_ms else "")
+                + (", public" if is_public else "")
+            )
+        case m.Unpin(pin_id):
+            return str(pin_id)
+
+
 def _token_lines(record: Record) -> Iterator[str]:
     mutation = _mutation(record)
+    if isinstance(mutation, m.Pin):
+        yield f"pin: {_ids(mutation.token_ids)}"
     if not isinstance(mutation, m.ApplyBatch):
         return
     for op in mutation.batch.ops:

@@ -114,9 +114,12 @@ class Driver:
             sorted(self.manager.requests),
         )
 
-    def arrive(self, name: str, num_tokens: int, candidates: int = 4, tenant: str = "") -> int:
+    def arrive(
+        self, name: str, num_tokens: int, candidates: int = 4, tenant: str = "", salt: str = ""
+    ) -> int:
         prompt = np.arange(num_tokens, dtype=np.int32)
-        value = self.do(b.Arrive(name, prompt, candidates, tenant)).results[0].value
+        op = b.Arrive(name, prompt, candidates, tenant, cache_salt=salt)
+        value = self.do(op).results[0].value
         assert isinstance(value, b.Arrived)
         return value.sequence_id
 

@@ -7,17 +7,22 @@ as the servicer gets them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
 from kvmem_svc import convert
 from kvmem_svc.core import batch as b
 from kvmem_svc.core import mutations as m
+from kvmem_svc.core.errors import NoFreeBlocks, TenantQuota
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.prefix_cache import Domain
 from kvmem_svc.core.sequences import Status
+from kvmem_svc.core.tenants import Quota
 from kvmem_svc.core.views import SequenceView, sequence_views
 from octavo.service.columns import I32, U64, pack
 from octavo.v1 import kvmem_pb2 as pb
@@ -34,6 +39,7 @@ KINDS = (
     *("arrive", "arrive", "arrive_again", "admit", "admit", "admit", "share"),
     *("commit", "decode", "decode", "decode", "decode", "fork", "fork", "append", "preempt"),
     *("family", "family", "family", "family", "free", "confirm", "several", "acknowledge"),
+    *("pin", "unpin", "configure"),
     *("takeover", "takeover", "new_worker", "expire", "close", "send_again", "mistake"),
 )
 numbers = st.integers(0, 40)
@@ -124,6 +130,23 @@ class History:
         assert manager is not None
         names = [*list(manager.requests)[which % 4 :][: count % 3], "nobody"]
         self.commit_mutation(m.Expire(tuple(names)))
+
+    def pin(self, length: int, domain: int, public: int) -> None:
+        self.ready()
+        tokens = np.arange(1 + length % 9, dtype=np.int32)
+        who = Domain("t" * (domain % 2), "s" * (domain // 2 % 2))
+        with contextlib.suppress(NoFreeBlocks, TenantQuota):
+            self.commit_mutation(m.Pin(who, tokens, domain, public % 2 == 0))
+
+    def unpin(self, which: int, *_: int) -> None:
+        manager = self.memory.manager
+        assert manager is not None
+        pins = [*manager.pins, 77]
+        self.commit_mutation(m.Unpin(pins[which % len(pins)]))
+
+    def configure(self, enabled: int, blocks: int, sequences: int) -> None:
+        quota = Quota(*((0, 0) if blocks % 2 else (1 + blocks % 9, 1 + sequences % 6)))
+        self.commit_mutation(m.Configure(enabled % 8 > 0, quota))
 
     # --- ops ---------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def admit_some(self, data: st.DataObject, members: list[NaiveSequence]) -> bool:
         """Whether there was room."""
-        ops, found, needed = [], [], 0
+        ops, found = [], []
         for member in members:
             num_slots = data.draw(st.integers(1, min(len(member.tokens) + 2, MAX_MODEL_LEN)))
             source, num_shared = self.pick_shared(data, member, -(-num_slots // BLOCK_SIZE))
@@ -251,10 +251,19 @@ class MemoryMachine(RuleBasedStateMachine):
             found.append(self.find(member) if cached else [])
             if len(found[-1]) < num_shared:
                 found[-1] = []
-            needed += self.num_new_blocks(member, op, found[-1])
         self.model.release()
-        needed += len({block for blocks in found for block in blocks} & self.model.free())
-        fits = needed <= self.model.num_free()
+        fits = self.num_needed(members, ops, found) <= self.model.num_free()
+        if not fits and any(map(self.is_full, members, found)):
+            # Then the last block of what is found to the end is computed again.
+            found = [
+                blocks[:-1] if self.is_full(member, blocks) else blocks
+                for member, blocks in zip(members, found, strict=True)
+            ]
+            found = [
+                [] if len(blocks) < op.num_shared_blocks else blocks
+                for op, blocks in zip(ops, found, strict=True)
+            ]
+            fits = self.num_needed(members, ops, found) <= self.model.num_free()
         result = self.send(b.Admit(ops))
         if not fits:
             expect(result.results[0], OpStatus.NO_FREE_BLOCKS)
@@ -309,11 +318,19 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def find(self, member: NaiveSequence) -> list[int]:
         """Published blocks that its table is to begin with. They have its content, now."""
+        self.memory.settle()
         tokens = i32(member.tokens[:MAX_MODEL_LEN])
         found = self.manager.pool.cache.match(Chain.at_root(Domain(*member.domain)), tokens)
         contents = [member.content(p) for p in range(len(found) * BLOCK_SIZE)]
         self.worker.read(f"found for {member.sequence_id}", found, contents)
         return found
+
+    def num_needed(
+        self, members: list[NaiveSequence], ops: list[b.AdmitMember], found: list[list[int]]
+    ) -> int:
+        """Blocks that must be free: new ones, and found ones that are only cached."""
+        new = sum(map(self.num_new_blocks, members, ops, found))
+        return new + len({block for blocks in found for block in blocks} & self.model.free())
 
     def is_full(self, member: NaiveSequence, found: list[int]) -> bool:
         """All is found, and the last token is to be computed all the same."""

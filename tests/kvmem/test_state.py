@@ -13,11 +13,13 @@ from kvmem_svc.core import state
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.pins import HeldPrefix
 from kvmem_svc.core.pool import BlockPool
-from kvmem_svc.core.prefix_cache import Chain, Domain, PrefixCache
+from kvmem_svc.core.prefix_cache import Chain, Domain, LookupCounters, PrefixCache
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.sequences import SequenceTable
 from kvmem_svc.core.session import SessionLedger
+from kvmem_svc.core.tenants import Quota, Tenant, Tenants
 from kvmem_svc.journal.load import pack_state, unpack_state
 from tests.kvmem.journal_history import (
     GEOMETRY,
@@ -124,6 +126,8 @@ ELSEWHERE = {
     KvMemory: {
         "ledger": "its own part",
         "manager": "its own part",
+        "configuration": "its own part",
+        "_checked_at": "when to check; changes nothing",
         "_carry_out": "methods",
     },
     SessionLedger: {"session": "its own part", "replies": "its own part"},
@@ -132,6 +136,9 @@ ELSEWHERE = {
         "pool": "its own part",
         "sequences": "its own part",
         "requests": "its own part",
+        "tenants": "its own part",
+        "pins": "its own part",
+        "quota": "of the configuration",
         "_effects": "scratch of one batch",
         "_filled": "empty: dump publishes it",
         "_carry_out": "methods",
@@ -140,6 +147,8 @@ ELSEWHERE = {
         "num_blocks": "in the geometry",
         "ref_counts": "as far as blocks were ever used",
         "cache": "its own part",
+        "num_blocks_of": "its own part",
+        "_tenants": "of the blocks in use",
         "_stamps": "of the blocks in quarantine, and as cached_stamps",
         "_is_cached": "as cached",
         "_evictable": "as cached",
@@ -156,9 +165,16 @@ ELSEWHERE = {
         "tokens": "of the published blocks",
         "index": "from the keys",
         "domains": "its own part",
+        "counters": "its own part",
+        "public": "from the pins",
         "_serials": "another view of it",
         "_parents": "another view of it",
         "_keys": "another view of it",
+    },
+    Tenants: {
+        "entries": "its own part",
+        "numbers": "from the entries",
+        "_free": "as free",
     },
     SequenceTable: {
         "max_sequences": "of the memory",
@@ -186,6 +202,7 @@ SCALARS = {
     BlockPool: state.POOL_SCALARS,
     PrefixCache: state.CACHE_SCALARS,
     SequenceTable: state.ROW_COLUMNS,
+    Tenants: (),
 }
 
 
@@ -194,7 +211,8 @@ def test_no_attribute_is_forgotten() -> None:
     manager = BlockManager(2, GEOMETRY)
     memory = new_memory()
     pool = manager.pool
-    for part in (memory, memory.ledger, manager, pool, pool.cache, manager.sequences):
+    tables = (manager.sequences, manager.tenants)
+    for part in (memory, memory.ledger, manager, pool, pool.cache, *tables):
         known = {*SCALARS[type(part)], *ELSEWHERE[type(part)]}
         assert set(vars(part)) == known, type(part).__name__
 
@@ -217,10 +235,15 @@ def test_no_field_is_forgotten() -> None:
         b.Arrived: {"sequence_id", "arrival_number", "candidate_sequence_ids"},
         b.Admitted: {"tables"},
         b.BlockTable: {"sequence_id", "block_ids", "table_version", "num_computed_tokens"},
-        Chain: {"domain", "key", "serial"},
-        Domain: {"tenant", "cache_salt", "is_public"},
+        Chain: {"domain", "key", "serial", "is_foreign"},
+        Domain: {"tenant", "cache_salt"},
+        Tenant: {"name", "num_records", "num_sequences"},
+        HeldPrefix: {"pin_id", "domain", "blocks", "tokens", "ttl_ms", "is_public"},
+        m.Configure: {"use_prefix_cache", "quota"},
+        Quota: {"max_blocks", "max_sequences"},
+        LookupCounters: {"num_lookups", "num_hits", "num_lookup_tokens", "num_hit_tokens"},
         b.Forked: {"child_sequence_ids", "block_ids", "table_version"},
-        b.Reserved: {"failed_groups"},
+        b.Reserved: {"failed_groups", "quota_groups"},
     }
     for kind, expected in fields.items():
         assert {field.name for field in dataclasses.fields(kind)} == expected, kind.__name__
