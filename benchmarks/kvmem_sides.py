@@ -7,6 +7,10 @@ batch in flight.
 
 from __future__ import annotations
 
+from octavo.service import transport  # noqa: F401 (before grpc)
+
+# isort: split
+
 import asyncio
 import contextlib
 import subprocess
