@@ -185,16 +185,19 @@ class PrefixCache:
         """
         # Of those that will stay out it does not matter.
         fresh = self.serials[blocks] == 0
-        self.tokens[blocks[fresh]] = tokens[fresh]
+        if fresh.all():
+            self.tokens[blocks] = tokens
+        else:
+            self.tokens[blocks[fresh]] = tokens[fresh]
         content, width = tokens.tobytes(), 4 * self.block_size
         block_ids: list[int] = blocks.tolist()
         replaced: list[int] = []
-        at = 0
+        index, at = self.index, 0
         for chain, count in zip(chains, counts, strict=True):
             for i in range(at, at + count):
                 block_tokens = content[i * width : (i + 1) * width]
                 key = block_key(chain.key, block_tokens)
-                holder = self.index.get(key)
+                holder = index.get(key)
                 if holder is None or not self._stands_for(holder, chain, block_tokens):
                     if holder is not None and holder != block_ids[i]:
                         replaced.append(holder)

@@ -137,7 +137,7 @@ class SequenceTable:
         )
 
     def _forget_known(self) -> None:
-        self._known_ids: Column = np.zeros(0, np.uint64)
+        self._known_ids = b""
         self._known_rows: Rows = np.zeros(0, np.intp)
 
     def row_of(self, sequence_id: int) -> int:
@@ -152,10 +152,11 @@ class SequenceTable:
         Steady decode names the same sequences op after op, so the last answer is kept until
         a sequence ends.
         """
-        if sequence_ids.size == self._known_ids.size and (sequence_ids == self._known_ids).all():
+        named = sequence_ids.tobytes()  # far quicker compared than arrays are
+        if named == self._known_ids:
             return self._known_rows
         rows = self._look_up(sequence_ids)
-        self._known_ids, self._known_rows = sequence_ids.copy(), rows
+        self._known_ids, self._known_rows = named, rows
         return rows
 
     def _look_up(self, sequence_ids: Column) -> Rows:

@@ -133,6 +133,8 @@ def _first_writers(pool: BlockPool, block_id: Column) -> Column:
 
 def expand(counts: Column) -> tuple[Rows, Column]:
     """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and offsets [0, 1, 0, 1, 2]."""
+    if (counts == 1).all():  # steady decode
+        return np.arange(counts.size), np.zeros(counts.size, np.intp)
     owner = np.repeat(np.arange(counts.size), counts)
     start = np.cumsum(counts) - counts
     return owner, np.arange(owner.size) - start[owner]
@@ -147,7 +149,7 @@ def commit_slots(
     rows = plan.rows
     num_copies = plan.to_copy.size
     if int(plan.num_new.max()) == 1 and not num_copies:  # steady decode: one more at the end
-        owner = np.flatnonzero(plan.num_new)
+        owner = plan.num_new.nonzero()[0]
         table_index = sequences.table_len[rows[owner]]
     else:
         owner, offset = expand(plan.num_new)
@@ -164,12 +166,13 @@ def commit_slots(
     sequences.tables[changed_rows, table_index] = blocks
     sequences.table_len[rows] += plan.num_new
     # Once per sequence, however many entries changed: assignment, not accumulation.
-    sequences.table_version[changed_rows] = sequences.table_version[changed_rows] + 1
+    versions = sequences.table_version[changed_rows] + 1
+    sequences.table_version[changed_rows] = versions
     deltas = TableDeltas(
         sequences.live_ids[changed_rows],
         table_index.astype(np.int32),
         blocks,
-        sequences.table_version[changed_rows].astype(np.uint32),
+        versions.astype(np.uint32),
     )
     effects.add(deltas, copies)
 
