@@ -39,7 +39,7 @@ def bytes_per_free_block(num_blocks: int) -> float:
     before = resident_bytes()
     pool = BlockPool(num_blocks, w.BLOCK_SIZE)
     pool.begin_step(1, 0)
-    used = [pool.allocate(BLOCKS_AT_ONCE) for _ in range(num_blocks // BLOCKS_AT_ONCE)]
+    used = [pool.allocate(BLOCKS_AT_ONCE, 0) for _ in range(num_blocks // BLOCKS_AT_ONCE)]
     while used:
         pool.unreference(used.pop())
     pool.begin_step(2, 2)
