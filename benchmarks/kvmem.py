@@ -12,7 +12,9 @@ With --vs-vllm the same sequences decode in vLLM's KVCacheManager, in its own pr
 (where vllm 0.32 is installed): `step_vs_vllm_N` is our step over gRPC divided by its step
 in-process.
 
-Whatever is compared takes turns of a few steps in one run. `pool_growth_1m` compares pools of 1M
+Whatever is compared takes turns of a few steps in one run. The services stay on one core, and this
+process and vLLM's on another (--no-pin: wherever the kernel puts them, which costs a step over
+gRPC about a third more). `pool_growth_1m` compares pools of 1M
 and of 10k blocks whose free blocks are all cached, so that every allocation evicts.
 Ends with one JSON line; all times in microseconds, means are totals divided by counts.
 """
@@ -37,6 +39,7 @@ from benchmarks.kvmem_sides import (
     OctavoDecoding,
     empty_batches,
     measure_single_ops,
+    place_benchmark,
     rpc_side,
 )
 from benchmarks.kvmem_vllm import VllmDecoding, VllmSide, vllm_side
@@ -174,9 +177,10 @@ def bytes_per_block(num_blocks: int) -> Report:
     return {"bytes_per_block": measured["bytes_per_cached_block"], **measured}
 
 
-async def bench(quick: bool, vllm_python: str) -> Report:
+async def bench(quick: bool, vllm_python: str, pinned: bool) -> Report:
     num_steps, repeats = (256, 100) if quick else (1024, 1000)
     report: Report = {"num_steps": num_steps, "block_size": w.BLOCK_SIZE}
+    report["pinned"] = int(pinned and place_benchmark())
     async with AsyncExitStack() as stack:
         vllm = await stack.enter_async_context(vllm_side(vllm_python)) if vllm_python else None
         for size in (64, 256, 1024) if quick else (16, 64, 1024, 4096, 256):
@@ -194,9 +198,12 @@ def main(
     vs_vllm: Annotated[
         str, typer.Option(metavar="PYTHON", help="An interpreter that has vllm 0.32.")
     ] = "",
+    pin: Annotated[
+        bool, typer.Option(help="Keep the services on one core and everything else on another.")
+    ] = True,
 ) -> None:
     """Measure the KV memory service."""
-    print(json.dumps(uvloop.run(bench(quick, vs_vllm))))
+    print(json.dumps(uvloop.run(bench(quick, vs_vllm, pin))))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from octavo.service import transport  # noqa: F401 (before grpc)
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,27 @@ def _check(result: pb.BatchResult) -> None:
             raise RuntimeError(f"{pb.OpStatus.Name(one.status)}: {one.message}")
 
 
+# Where the services stay; empty: anywhere.
+_service_cores: list[int] = []
+
+
+def place_benchmark() -> bool:
+    """Keep this process, and what it starts, on one core, and the services on another; False when
+    there is only one. The threads of processes that take turns otherwise chase each other over
+    cores whose caches are somebody else's."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, cores[-1:])
+        _service_cores.extend(cores[:1])
+    return len(cores) > 1
+
+
+def place_service(pid: int) -> None:
+    """Keep a service that was just started on its core."""
+    if _service_cores:
+        os.sched_setaffinity(pid, _service_cores)
+
+
 @contextlib.asynccontextmanager
 async def rpc_side(num_blocks: int, *options: str) -> AsyncIterator[RpcSide]:
     """A session with a service of its own, which has a pool of so many blocks; with a journal,
@@ -133,6 +155,7 @@ async def rpc_side(num_blocks: int, *options: str) -> AsyncIterator[RpcSide]:
         command += ["--journal", str(Path(folder) / "journal"), "--log-level", "warning"]
         # Sides take turns: while others have theirs, nobody is to lose the session.
         process = subprocess.Popen([*command, "--lease-ttl-ms", "600000", *options])
+        place_service(process.pid)
         try:
             async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
                 await asyncio.wait_for(channel.channel_ready(), READY_TIMEOUT_S)
