@@ -106,13 +106,13 @@ MUTANTS = (
         "no copy on write",
         (
             SLOTS,
-            "is_shared = pool.ref_counts[block_id] > 1",
-            "is_shared = pool.ref_counts[block_id] > 99",
+            "is_shared = (pool.ref_counts[block_id] > 1) |",
+            "is_shared = (pool.ref_counts[block_id] > 99) |",
         ),
     ),
     _mutant(
         "copy on write leaves out one writer",
-        (SLOTS, "rank < pool.ref_counts[grouped] - 1", "rank < pool.ref_counts[grouped] - 2"),
+        (SLOTS, "pool.ref_counts[grouped] - 1 +", "pool.ref_counts[grouped] - 2 +"),
     ),
     _mutant(
         "reserve forgets the table version",

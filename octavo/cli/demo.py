@@ -185,7 +185,7 @@ class Demo:
         """The same question with two answers, watched at the memory service."""
         self._console.print(render.heading(2, "Two answers to one question share its memory"))
         with KvMemoryInspector(self._stack.addresses["kvmem"]) as inspector:
-            before = await asyncio.to_thread(inspector.pool_stats)
+            before = await _at_rest(inspector)
             story = RequestStory(request_id)
             with inspector.watch(timeout_s=REQUEST_TIMEOUT_S) as events:
                 story.apply(await asyncio.to_thread(next, events))
@@ -195,7 +195,7 @@ class Demo:
                     await asyncio.wait_for(asyncio.shield(following), GIVE_BACK_TIMEOUT_S)
                 events.close()
                 await following
-            after = await asyncio.to_thread(inspector.pool_stats)
+            after = await _at_rest(inspector)
         return Observed(result, story, before, after)
 
     async def _two_answers(self, ask: Ask, request_id: str) -> Generation:
@@ -275,6 +275,16 @@ class Demo:
             f"Checked: none of the {len(self._processes)} processes and none of their"
             f" {len(sockets)} sockets is left."
         )
+
+
+async def _at_rest(inspector: KvMemoryInspector) -> PoolStats:
+    """The pool once no step in flight holds a block any more, or after a while as it is."""
+    deadline_s = time.monotonic() + GIVE_BACK_TIMEOUT_S
+    while True:
+        stats = await asyncio.to_thread(inspector.pool_stats)
+        if not stats.levels.num_quarantined_blocks or time.monotonic() > deadline_s:
+            return stats
+        await asyncio.sleep(0.02)
 
 
 def _follow(events: EventStream, story: RequestStory, before: PoolStats) -> None:
