@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 from kvmem_svc import convert
 from kvmem_svc.core import mutations as m
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.prefix_cache import Domain
+from kvmem_svc.core.tenants import Quota
 from kvmem_svc.journal import fold as fold_module
 from kvmem_svc.journal import recover as recover_module
 from kvmem_svc.journal import segment as s
@@ -231,10 +234,14 @@ def test_every_mutation_is_read_as_it_was_written(count: int, number: int, text:
         m.ConfirmPool(text, GEOMETRY, number),
         m.CloseSession(),
         m.Expire([f"{text}{i}" for i in range(count)]),
+        m.Configure(count % 2 == 0, Quota(number, count)),
+        m.Pin(Domain(text, text[::-1]), np.arange(count, dtype=np.int32), number, count % 2 == 1),
+        m.Unpin(number),
     ]
     for mutation in made:
         kind, payload = encode(mutation)
-        assert decode(kind, payload, KvMemory("x", max_sequences=1).ledger.fence) == mutation
+        again = decode(kind, payload, KvMemory("x", max_sequences=1).ledger.fence)
+        assert repr(again) == repr(mutation)
     assert {type(mutation) for mutation in made} == set(KINDS) - {m.ApplyBatch}
     assert set(KINDS) == set(m.Mutation.__args__)
     assert sorted(kind.number for kind in KINDS.values()) == list(range(1, len(KINDS) + 1))
