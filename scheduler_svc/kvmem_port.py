@@ -60,6 +60,8 @@ class GrpcKvMemory:
     async def open(self, holder: Holder, worker: WorkerDescription) -> Opened:
         await self._end_session()
         self._holder = holder
+        # Of the session before: a session resumed before `attach` has no pool to confirm yet.
+        self._worker = None
         message = kvmem_pb2.OpenSessionRequest(holder=holder.name, holder_address=holder.address)
         opened = await self._open_stream(message, OPEN_DEADLINE_S)
         self._fence.fence = opened.fence
