@@ -9,7 +9,7 @@ from random import Random
 from simulator.clock import MS, SECOND
 from simulator.knobs import Knobs
 from simulator.kvmem_shell import KvmemShell
-from simulator.network import NO_FAULTS, NetworkFaults, Pair
+from simulator.network import NO_FAULTS, NetworkFaults, Pair, pair_of
 from simulator.process import Process, Surroundings
 
 
@@ -25,6 +25,7 @@ class Fault:
     pause    of one
     cut      of one from the other
     isolate  of one from memory service and worker
+    break    the connection of the one with the other, once
     """
 
     kind: str
@@ -71,8 +72,7 @@ class FaultPlan:
                 lose_reply=draw.choice([0.0, 0.2]),
             )
         faults: list[Fault] = []
-        if theme.recipe is not None:
-            recipe = theme.recipe
+        for recipe in theme.recipes:
             duration_us = recipe.draw_duration_us(draw, knobs.keepalive_us)
             moment = recipe.draw_moment(draw)
             faults.append(Fault(recipe.kind, recipe.targets, 0, duration_us, moment))
@@ -154,6 +154,8 @@ class FaultInjector:
                     self._pause(fault, chosen[0])
                 case "cut":
                     self._cut(fault, chosen[0], chosen[1])
+                case "break":
+                    self.world.network.break_connection(pair_of(chosen[0], chosen[1]))
                 case "isolate":
                     self._cut(fault, chosen[0], self.processes["kvmem"][0])
                     self._cut(fault, chosen[0], self.processes["worker"][0])

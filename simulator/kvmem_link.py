@@ -115,6 +115,8 @@ class KvmemLink:
         on_failed: OnFailed,
     ) -> None:
         """Begin a session, after ending a former one of ours."""
+        # Of that one: a session resumed before `attach` has no pool to confirm yet.
+        self._worker = None
         stream, self._stream = self._stream, None
         if stream is None:
             self._open_new(worker, on_opened, on_failed)

@@ -72,7 +72,7 @@ class Theme:
     keepalives_us: tuple[int, ...] = (SHORT_US, LONG_US)
     fault_probability: float = 0.0
     faults: tuple[Target, ...] = ()
-    recipe: Recipe | None = None
+    recipes: tuple[Recipe, ...] = ()
     loses_messages: bool = True
     break_connection: tuple[float, ...] = (0.0,)
     tokens_in_pool: tuple[int, ...] = (28, 48, 64, 90, 300)
@@ -182,8 +182,8 @@ THEMES = (
         "orphans",
         2,
         loses_messages=False,
-        recipe=Recipe(
-            "kill", ("scheduler",), ("Execute", 5, 40), duration_us=(4_000_000, 9_000_000)
+        recipes=(
+            Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(4_000_000, 9_000_000)),
         ),
         orphan_ttls_ms=(1_000, 3_000),
         num_late_bursts=(0,),
@@ -194,8 +194,10 @@ THEMES = (
         2,
         keepalives_us=(LONG_US,),
         loses_messages=False,
-        recipe=Recipe(
-            "pause", ("scheduler",), ("ApplyBatch", 10, 40), duration_us=(4_000_000, 4_000_000)
+        recipes=(
+            Recipe(
+                "pause", ("scheduler",), ("ApplyBatch", 10, 40), duration_us=(4_000_000, 4_000_000)
+            ),
         ),
         num_late_bursts=(0,),
     ),
@@ -206,8 +208,8 @@ THEMES = (
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         loses_messages=False,
-        recipe=Recipe(
-            "pause", ("scheduler",), ("ApplyBatch", 2, 3), duration_keepalives=(0.3, 2.0)
+        recipes=(
+            Recipe("pause", ("scheduler",), ("ApplyBatch", 2, 3), duration_keepalives=(0.3, 2.0)),
         ),
         num_late_bursts=(3,),
         late_keepalives=(0.2, 1.7),
@@ -219,8 +221,10 @@ THEMES = (
         num_schedulers=(2,),
         keepalives_us=(LONG_US,),
         loses_messages=False,
-        recipe=Recipe(
-            "cut", ("scheduler", "kvmem"), ("Execute", 5, 30), duration_keepalives=(0.3, 2.0)
+        recipes=(
+            Recipe(
+                "cut", ("scheduler", "kvmem"), ("Execute", 5, 30), duration_keepalives=(0.3, 2.0)
+            ),
         ),
         num_late_bursts=(3,),
         late_keepalives=(0.2, 1.7),
@@ -232,7 +236,9 @@ THEMES = (
         num_schedulers=(2,),
         fault_probability=0.3,
         faults=KILLS,
-        recipe=Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(10_000, 3 * SECOND)),
+        recipes=(
+            Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(10_000, 3 * SECOND)),
+        ),
         num_late_bursts=(0, 2),
     ),
     # ... just when it has asked for copies that nobody makes, or has forked, or resumed a group.
@@ -247,40 +253,50 @@ THEMES = (
             watermarks=(0.0,),
             max_waiting=(40,),
             crowded=True,
-            recipe=Recipe("kill", ("scheduler",), (moment, 1, 3), duration_us=(1_000, SECOND)),
+            recipes=(Recipe("kill", ("scheduler",), (moment, 1, 3), duration_us=(1_000, SECOND)),),
         )
         for moment in ("batch with copies", "fork", "shared admission")
+    ),
+    # A scheduler takes over from itself, since a connection broke, and then another one breaks.
+    Theme(
+        "broken twice",
+        5,
+        loses_messages=False,
+        recipes=(
+            Recipe("break", ("scheduler", "worker"), ("Execute", 5, 40)),
+            Recipe("break", ("scheduler", "kvmem"), ("Install", 2, 2)),
+        ),
     ),
     # The memory service dies in the middle of a record, or before it answers, or forgets all.
     Theme(
         "torn",
         3,
         num_schedulers=(1, 2),
-        recipe=Recipe("tear", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),
+        recipes=(Recipe("tear", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),),
     ),
     Theme(
         "unanswered",
         3,
         num_schedulers=(1, 2),
-        recipe=Recipe("die", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),
+        recipes=(Recipe("die", ("kvmem",), ("ApplyBatch", 2, 40), duration_us=(1_000, SECOND)),),
     ),
     Theme(
         "forgotten",
         4,
         num_schedulers=(1, 2),
-        recipe=Recipe("lose", ("kvmem",), ("Execute", 2, 40), duration_us=(1_000, SECOND)),
+        recipes=(Recipe("lose", ("kvmem",), ("Execute", 2, 40), duration_us=(1_000, SECOND)),),
         impatience=(0.0, 0.1),
     ),
     # The worker, or the memory service, is another one before anybody has looked.
     Theme(
         "quick restart of the worker",
         2,
-        recipe=Recipe("kill", ("worker",), ("OpenSession", 1, 1), duration_us=(50, 300)),
+        recipes=(Recipe("kill", ("worker",), ("OpenSession", 1, 1), duration_us=(50, 300)),),
     ),
     Theme(
         "quick restart of kvmem",
         2,
-        recipe=Recipe("lose", ("kvmem",), ("OpenSession", 1, 1), duration_us=(50, 300)),
+        recipes=(Recipe("lose", ("kvmem",), ("OpenSession", 1, 1), duration_us=(50, 300)),),
     ),
 )
 
