@@ -248,6 +248,7 @@ class Stepper:
         elif waiting and self._levels.num_quarantined_blocks:
             # They wait for the step being prepared, which a session before this one could have
             # issued. It did not, and with nothing to run nobody will: it counts as done.
+            self.mirror.forget_copies()
             self._last_step_id += 1
             self._acknowledged_step = self._last_step_id
             self._send_batch()
@@ -339,8 +340,10 @@ class Stepper:
             self._executing.append((step_id, StepPlan(rows, [])))
             self._commands.append(events.ExecuteStep(step, _links(rows)))
         elif not self._executing:
-            # All of it was aborted meanwhile. Nobody will run this step: it counts as done.
-            self._last_step_id = self._acknowledged_step = step_id
+            # All of it was aborted meanwhile. Nobody will run this step: it counts as done, unless
+            # others still need the copies it was to make.
+            if not self.mirror.forget_copies():
+                self._last_step_id = self._acknowledged_step = step_id
         else:
             self._flush()
             return

@@ -106,9 +106,8 @@ class WorkerMirror:
         With no such row nothing is taken out: what is pending goes with the next step.
         """
         rows = [row for row in plan.rows if _runs(row.sequence)]
-        # A copy whose owner lost its blocks meanwhile must not be made: somebody else may have
-        # the destination by now.
-        copies = [c for c in self._copies if self._holds(c[0], c[2])]
+        self.forget_copies()
+        copies = self._copies
         starting = self._starting(rows, {dst for _, _, dst in copies})
         step = ops.Step(
             step_id=step_id,
@@ -147,6 +146,14 @@ class WorkerMirror:
                 if _runs(sequence) and destinations.intersection(sequence.block_table):
                     by_id[sequence.sequence_id] = sequence
         return [sequence for sequence in by_id.values() if not sequence.on_worker]
+
+    def forget_copies(self) -> bool:
+        """Forget the copies whose owner lost its blocks meanwhile; whether others are left.
+
+        To be called before a step counts as done: somebody else may be given the destination then.
+        """
+        self._copies = [c for c in self._copies if self._holds(c[0], c[2])]
+        return bool(self._copies)
 
     def _holds(self, sequence_id: int | None, block_id: int) -> bool:
         if sequence_id is None:
