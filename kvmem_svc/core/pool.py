@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmem_svc.core.batch import NO_INT32
-from kvmem_svc.core.eviction import EvictionQueue
+from kvmem_svc.core.eviction import EvictionOrder
 from kvmem_svc.core.prefix_cache import PrefixCache
 from kvmem_svc.core.tenants import FIRST_CAPACITY
 
@@ -52,7 +52,7 @@ class BlockPool:
         self._stamps: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._last_stamp = 0
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        self._evictable = EvictionQueue(self._stamps)
+        self._evictable = EvictionOrder(self._stamps)
         # Release step -> (stamp, blocks). At most one key per step in flight, and one more.
         self._quarantine: dict[int, list[tuple[int, Blocks]]] = {}
         self._step_id = 0
@@ -215,18 +215,20 @@ class BlockPool:
         then it is neither evicted nor, where it waits for a step, given to anybody else."""
         idle = blocks[self.ref_counts[blocks] == 0]
         if idle.size:
-            num_cached = int(np.count_nonzero(self._is_cached[idle]))
-            self._evictable.remove(num_cached)
-            self.num_quarantined -= idle.size - num_cached
+            cached = idle[self._is_cached[idle]]
+            self._evictable.remove(cached)
+            self.num_quarantined -= idle.size - cached.size
             self._is_cached[idle] = False
             self._stamps[idle] = 0
             self._count_for(idle, tenant)
         self.ref_counts[blocks] += 1
+        self._evictable.was_found[blocks] = True
 
     def drop_content(self, blocks: Blocks) -> None:
         """`blocks` are not published any more: those that were only cached are free."""
         cached = blocks[self._is_cached[blocks]]
-        self._evictable.remove(cached.size)
+        self._evictable.remove(cached)
+        self._evictable.was_found[blocks] = False
         self._is_cached[cached] = False
         self._stamps[cached] = 0
         self._put_back(cached)

@@ -8,13 +8,14 @@ scratch are left out; a test compares the attributes of every class here with wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
 from kvmem_svc.core import batch as b
+from kvmem_svc.core.eviction import LruQueue
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import Configure, Session
@@ -369,8 +370,11 @@ def _dump_pool(pool: BlockPool) -> Plain:
             [step, [_stamped(pool, *one) for one in held if pool._still_there(*one).size]]
             for step, held in pool._quarantine.items()
         ],
-        "cached": _column(pool.cached_blocks()),
-        "cached_stamps": _column(pool._stamps[pool.cached_blocks()]),
+        "probation": _dump_queue(pool, pool._evictable.probation),
+        "protected": _dump_queue(pool, pool._evictable.protected),
+        "was_found": _column(
+            np.flatnonzero(pool._evictable.was_found[: pool.num_ever_used]).astype(np.int32)
+        ),
         "cache": _dump_cache(pool),
         "copies": [[step, _pairs(copies)] for step, copies in pool._copies.items()],
         "pending": _pairs(pool._pending),
@@ -399,19 +403,29 @@ def _load_pool(pool: BlockPool, plain: Plain) -> None:
     for held in pool._quarantine.values():
         for stamp, blocks in held:
             pool._stamps[blocks] = stamp
-    _load_evictable(pool, _array(plain["cached"]), _array(plain["cached_stamps"]))
+    order = pool._evictable
+    _load_queue(pool, order.probation.add, *map(_array, plain["probation"]))
+    _load_queue(pool, order.protect, *map(_array, plain["protected"]))
+    order.was_found[_array(plain["was_found"])] = True
     _load_cache(pool.cache, plain["cache"])
     pool._copies = {step: dict(map(tuple, pairs)) for step, pairs in plain["copies"]}
     pool._pending = dict(map(tuple, plain["pending"]))
 
 
-def _load_evictable(pool: BlockPool, blocks: b.Column, stamps: b.Column) -> None:
+def _dump_queue(pool: BlockPool, queue: LruQueue) -> list[list[Any]]:
+    blocks = queue.blocks()
+    return [_column(blocks), _column(pool._stamps[blocks])]
+
+
+def _load_queue(
+    pool: BlockPool, add: Callable[[int, b.Column], None], blocks: b.Column, stamps: b.Column
+) -> None:
     """`blocks` in the order they are evicted in; those retired together are one after the other."""
     pool._stamps[blocks] = stamps
     pool._is_cached[blocks] = True
     for group in np.split(blocks, np.flatnonzero(np.diff(stamps)) + 1):
         if group.size:
-            pool._evictable.add(int(pool._stamps[group[0]]), group)
+            add(int(pool._stamps[group[0]]), group)
 
 
 # --- the prefix cache ------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from kvmem_svc.core import batch as b
 from kvmem_svc.core import prefix_cache
 from kvmem_svc.core.batch import OpStatus
-from kvmem_svc.core.eviction import EvictionQueue
+from kvmem_svc.core.eviction import EvictionOrder, LruQueue
 from kvmem_svc.core.mutations import Configure
 from kvmem_svc.core.prefix_cache import Domain
 from tests.kvmem.driver import Driver, i32, pairs, u64
@@ -422,8 +422,10 @@ def test_the_ends_of_what_was_used_longest_ago_go_first() -> None:
     first, second = serve(driver, "a", 12), serve(driver, "b", 12, "t")
     queue = driver.manager.pool.cached_blocks
     assert queue().tolist() == [*first[::-1], *second[::-1]]
-    serve(driver, "c", 9)  # the first two of the first one, used again
-    assert queue().tolist() == [*second[::-1], first[1], first[0]]  # its end made room
+    serve(driver, "c", 9)  # the first two of the first one, used again: its end made room
+    # Of what was found one block is protected, which is a quarter of the pool.
+    assert queue().tolist() == [*second[::-1], first[1], first[0]]
+    assert driver.manager.pool._evictable.protected.blocks().tolist() == first[:1]
     serve(driver, "d", 4, "u")
     assert driver.memory.num_cached_tokens(Domain("t", ""), i32(*range(12))) == 12
     serve(driver, "e", 4, "v")
@@ -433,7 +435,7 @@ def test_the_ends_of_what_was_used_longest_ago_go_first() -> None:
 def test_a_queue_of_stale_entries_stays_short() -> None:
     """Used again and again, a few blocks take no more room than they need."""
     stamps = np.zeros(100, np.int64)
-    queue = EvictionQueue(stamps)
+    queue = LruQueue(stamps)
     blocks = np.arange(100, dtype=np.int32)
     for stamp in range(1, 1_000):
         stamps[blocks] = stamp
@@ -442,7 +444,23 @@ def test_a_queue_of_stale_entries_stays_short() -> None:
             queue.remove(100)
     assert queue.blocks().tolist() == blocks.tolist()
     assert queue._num_queued < 5_000
-    assert queue.take(3).tolist() == [0, 1, 2]
+    [(stamp, first)] = queue.take(3)
+    assert (stamp, first.tolist()) == (999, [0, 1, 2])
+
+
+def test_what_was_found_goes_after_what_was_not_up_to_a_quarter_of_the_pool() -> None:
+    stamps = np.zeros(8, np.int64)
+    order = EvictionOrder(stamps)
+    order.was_found[[0, 1, 2]] = True
+    for stamp, blocks in enumerate((i32(0), i32(1, 4), i32(2), i32(5)), 1):
+        stamps[blocks] = stamp
+        order.add(stamp, blocks)
+    # 0 was found, and is one too many: it is as if it were used when it lost its place.
+    assert order.blocks().tolist() == [4, 0, 5, 1, 2]
+    assert order.take(4).tolist() == [4, 0, 5, 1]
+    assert order.num_blocks == 1
+    order.remove(i32(2))
+    assert order.num_blocks == 0
 
 
 # --- b20: domains -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from kvmem_svc.core import batch as b
 from kvmem_svc.core import mutations as m
 from kvmem_svc.core import state
+from kvmem_svc.core.eviction import EvictionOrder
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
@@ -149,13 +150,20 @@ ELSEWHERE = {
         "cache": "its own part",
         "num_blocks_of": "its own part",
         "_tenants": "of the blocks in use",
-        "_stamps": "of the blocks in quarantine, and as cached_stamps",
-        "_is_cached": "as cached",
-        "_evictable": "as cached",
+        "_stamps": "of the blocks in quarantine, and with the queues",
+        "_is_cached": "what is in the queues",
+        "_evictable": "its own part",
         "_returned": "as returned",
         "_quarantine": "as quarantine",
         "_copies": "as copies",
         "_pending": "as pending",
+    },
+    EvictionOrder: {
+        "_max_protected": "from the geometry",
+        "probation": "its own part",
+        "protected": "its own part",
+        "_is_protected": "what is in protected",
+        "was_found": "its own part",
     },
     PrefixCache: {
         "block_size": "in the geometry",
@@ -203,6 +211,7 @@ SCALARS = {
     PrefixCache: state.CACHE_SCALARS,
     SequenceTable: state.ROW_COLUMNS,
     Tenants: (),
+    EvictionOrder: (),
 }
 
 
@@ -211,7 +220,7 @@ def test_no_attribute_is_forgotten() -> None:
     manager = BlockManager(2, GEOMETRY)
     memory = new_memory()
     pool = manager.pool
-    tables = (manager.sequences, manager.tenants)
+    tables = (manager.sequences, manager.tenants, pool._evictable)
     for part in (memory, memory.ledger, manager, pool, pool.cache, *tables):
         known = {*SCALARS[type(part)], *ELSEWHERE[type(part)]}
         assert set(vars(part)) == known, type(part).__name__
