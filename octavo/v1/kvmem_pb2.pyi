@@ -20,6 +20,7 @@ class OpStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OP_STATUS_INVALID_STATE: _ClassVar[OpStatus]
     OP_STATUS_INVALID_ARGUMENT: _ClassVar[OpStatus]
     OP_STATUS_TENANT_QUOTA: _ClassVar[OpStatus]
+    OP_STATUS_NO_FREE_HOST_BLOCKS: _ClassVar[OpStatus]
 
 class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATUS_WAITING: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_RUNNING: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_FINISHED: _ClassVar[SequenceStatus]
+    SEQUENCE_STATUS_SWAPPED: _ClassVar[SequenceStatus]
 OP_STATUS_UNSPECIFIED: OpStatus
 OP_STATUS_OK: OpStatus
 OP_STATUS_NO_FREE_BLOCKS: OpStatus
@@ -37,10 +39,12 @@ OP_STATUS_UNKNOWN_REQUEST: OpStatus
 OP_STATUS_INVALID_STATE: OpStatus
 OP_STATUS_INVALID_ARGUMENT: OpStatus
 OP_STATUS_TENANT_QUOTA: OpStatus
+OP_STATUS_NO_FREE_HOST_BLOCKS: OpStatus
 SEQUENCE_STATUS_UNSPECIFIED: SequenceStatus
 SEQUENCE_STATUS_WAITING: SequenceStatus
 SEQUENCE_STATUS_RUNNING: SequenceStatus
 SEQUENCE_STATUS_FINISHED: SequenceStatus
+SEQUENCE_STATUS_SWAPPED: SequenceStatus
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "batch", "heartbeat")
@@ -117,18 +121,22 @@ class AttachPoolRequest(_message.Message):
     def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., worker_boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., last_executed_step: _Optional[int] = ...) -> None: ...
 
 class AttachPoolReply(_message.Message):
-    __slots__ = ("fence", "levels", "is_new_pool", "pending_copies", "pending_copy_sequence_ids")
+    __slots__ = ("fence", "levels", "is_new_pool", "pending_copies", "pending_copy_sequence_ids", "pending_swap_ins", "pending_swap_outs")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     IS_NEW_POOL_FIELD_NUMBER: _ClassVar[int]
     PENDING_COPIES_FIELD_NUMBER: _ClassVar[int]
     PENDING_COPY_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_SWAP_INS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_SWAP_OUTS_FIELD_NUMBER: _ClassVar[int]
     fence: _types_pb2.Fence
     levels: _types_pb2.PoolLevels
     is_new_pool: bool
     pending_copies: _types_pb2.BlockCopies
     pending_copy_sequence_ids: bytes
-    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., is_new_pool: _Optional[bool] = ..., pending_copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., pending_copy_sequence_ids: _Optional[bytes] = ...) -> None: ...
+    pending_swap_ins: _types_pb2.BlockCopies
+    pending_swap_outs: _types_pb2.BlockCopies
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., is_new_pool: _Optional[bool] = ..., pending_copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., pending_copy_sequence_ids: _Optional[bytes] = ..., pending_swap_ins: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., pending_swap_outs: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ...) -> None: ...
 
 class AdoptSequencesRequest(_message.Message):
     __slots__ = ("fence",)
@@ -203,7 +211,7 @@ class StepOps(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., acknowledged_step: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ...) -> None: ...
 
 class Op(_message.Message):
-    __slots__ = ("arrive", "admit", "commit", "reserve", "append", "fork", "preempt", "free", "confirm")
+    __slots__ = ("arrive", "admit", "commit", "reserve", "append", "fork", "preempt", "free", "confirm", "swap_out", "swap_in")
     ARRIVE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +221,8 @@ class Op(_message.Message):
     PREEMPT_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
     arrive: Arrive
     admit: Admit
     commit: Commit
@@ -222,7 +232,9 @@ class Op(_message.Message):
     preempt: Preempt
     free: Free
     confirm: Confirm
-    def __init__(self, arrive: _Optional[_Union[Arrive, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ...) -> None: ...
+    swap_out: SwapOut
+    swap_in: SwapIn
+    def __init__(self, arrive: _Optional[_Union[Arrive, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "num_candidates", "tenant", "request_spec", "request_digest", "traceparent", "candidates", "cache_salt")
@@ -338,6 +350,26 @@ class Preempt(_message.Message):
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class SwapOut(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SwapIn(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[SwapInMember]
+    def __init__(self, members: _Optional[_Iterable[_Union[SwapInMember, _Mapping]]] = ...) -> None: ...
+
+class SwapInMember(_message.Message):
+    __slots__ = ("sequence_id", "num_slots")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    num_slots: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+
 class Free(_message.Message):
     __slots__ = ("sequence_ids", "finish_reason")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -353,20 +385,22 @@ class Confirm(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class OpResult(_message.Message):
-    __slots__ = ("status", "message", "arrived", "admitted", "forked", "reserved")
+    __slots__ = ("status", "message", "arrived", "admitted", "forked", "reserved", "swapped_in")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     FORKED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
     status: OpStatus
     message: str
     arrived: Arrived
     admitted: Admitted
     forked: Forked
     reserved: Reserved
-    def __init__(self, status: _Optional[_Union[OpStatus, str]] = ..., message: _Optional[str] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., forked: _Optional[_Union[Forked, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ...) -> None: ...
+    swapped_in: SwappedIn
+    def __init__(self, status: _Optional[_Union[OpStatus, str]] = ..., message: _Optional[str] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., forked: _Optional[_Union[Forked, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., swapped_in: _Optional[_Union[SwappedIn, _Mapping]] = ...) -> None: ...
 
 class Arrived(_message.Message):
     __slots__ = ("sequence_id", "arrival_number", "candidate_sequence_ids")
@@ -379,6 +413,12 @@ class Arrived(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., arrival_number: _Optional[int] = ..., candidate_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Admitted(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[SequenceTable]
+    def __init__(self, tables: _Optional[_Iterable[_Union[SequenceTable, _Mapping]]] = ...) -> None: ...
+
+class SwappedIn(_message.Message):
     __slots__ = ("tables",)
     TABLES_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[SequenceTable]
@@ -415,18 +455,22 @@ class Reserved(_message.Message):
     def __init__(self, failed_groups: _Optional[bytes] = ..., quota_groups: _Optional[bytes] = ...) -> None: ...
 
 class BatchResult(_message.Message):
-    __slots__ = ("batch_seq", "results", "deltas", "copies", "levels")
+    __slots__ = ("batch_seq", "results", "deltas", "copies", "levels", "swap_ins", "swap_outs")
     BATCH_SEQ_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_INS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUTS_FIELD_NUMBER: _ClassVar[int]
     batch_seq: int
     results: _containers.RepeatedCompositeFieldContainer[OpResult]
     deltas: _types_pb2.TableDeltas
     copies: _types_pb2.BlockCopies
     levels: _types_pb2.PoolLevels
-    def __init__(self, batch_seq: _Optional[int] = ..., results: _Optional[_Iterable[_Union[OpResult, _Mapping]]] = ..., deltas: _Optional[_Union[_types_pb2.TableDeltas, _Mapping]] = ..., copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ...) -> None: ...
+    swap_ins: _types_pb2.BlockCopies
+    swap_outs: _types_pb2.BlockCopies
+    def __init__(self, batch_seq: _Optional[int] = ..., results: _Optional[_Iterable[_Union[OpResult, _Mapping]]] = ..., deltas: _Optional[_Union[_types_pb2.TableDeltas, _Mapping]] = ..., copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., swap_ins: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., swap_outs: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ...) -> None: ...
 
 class GetBlockTablesRequest(_message.Message):
     __slots__ = ("sequence_ids", "request_id", "max_sequences")
@@ -472,12 +516,58 @@ class SequenceView(_message.Message):
     finish_reason: _types_pb2.FinishReason
     def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., candidate: _Optional[int] = ..., status: _Optional[_Union[SequenceStatus, str]] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., table_version: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., ref_counts: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
+class ListSequencesRequest(_message.Message):
+    __slots__ = ("after_sequence_id", "page_size")
+    AFTER_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    after_sequence_id: int
+    page_size: int
+    def __init__(self, after_sequence_id: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class ListSequencesReply(_message.Message):
+    __slots__ = ("sequences", "truncated")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceSummary]
+    truncated: bool
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceSummary, _Mapping]]] = ..., truncated: _Optional[bool] = ...) -> None: ...
+
+class SequenceSummary(_message.Message):
+    __slots__ = ("sequence_id", "request_id", "arrival_number", "candidate", "tenant", "status", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_blocks", "num_shared_blocks", "finish_reason", "num_host_blocks")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    request_id: str
+    arrival_number: int
+    candidate: int
+    tenant: str
+    status: SequenceStatus
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+    finish_reason: _types_pb2.FinishReason
+    num_host_blocks: int
+    def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., arrival_number: _Optional[int] = ..., candidate: _Optional[int] = ..., tenant: _Optional[str] = ..., status: _Optional[_Union[SequenceStatus, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+
 class GetPoolStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy", "num_prefix_lookups", "num_prefix_hits", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_published", "num_evictions", "num_pins", "prefix_cache_enabled", "num_tenants")
+    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy", "num_prefix_lookups", "num_prefix_hits", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_published", "num_evictions", "num_pins", "prefix_cache_enabled", "num_tenants", "num_swapped_out_blocks", "num_swapped_in_blocks")
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -508,6 +598,8 @@ class PoolStats(_message.Message):
     NUM_PINS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     geometry: _types_pb2.PoolGeometry
     levels: _types_pb2.PoolLevels
     num_requests: int
@@ -538,7 +630,9 @@ class PoolStats(_message.Message):
     num_pins: int
     prefix_cache_enabled: bool
     num_tenants: int
-    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ..., num_prefix_lookups: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_published: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_pins: _Optional[int] = ..., prefix_cache_enabled: _Optional[bool] = ..., num_tenants: _Optional[int] = ...) -> None: ...
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ..., num_prefix_lookups: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_published: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_pins: _Optional[int] = ..., prefix_cache_enabled: _Optional[bool] = ..., num_tenants: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ...) -> None: ...
 
 class MatchPrefixRequest(_message.Message):
     __slots__ = ("tenant", "cache_salt", "token_ids")

@@ -69,6 +69,11 @@ class KvMemoryStub:
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesReply.FromString,
                 _registered_method=True)
+        self.ListSequences = channel.unary_unary(
+                '/octavo.v1.KvMemory/ListSequences',
+                request_serializer=octavo_dot_v1_dot_kvmem__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_kvmem__pb2.ListSequencesReply.FromString,
+                _registered_method=True)
         self.GetPoolStats = channel.unary_unary(
                 '/octavo.v1.KvMemory/GetPoolStats',
                 request_serializer=octavo_dot_v1_dot_kvmem__pb2.GetPoolStatsRequest.SerializeToString,
@@ -153,6 +158,13 @@ class KvMemoryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSequences(self, request, context):
+        """Every sequence in order of its id, a page at a time, without its table.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPoolStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -224,6 +236,11 @@ def add_KvMemoryServicer_to_server(servicer, server):
                     servicer.GetBlockTables,
                     request_deserializer=octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesReply.SerializeToString,
+            ),
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=octavo_dot_v1_dot_kvmem__pb2.ListSequencesRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_kvmem__pb2.ListSequencesReply.SerializeToString,
             ),
             'GetPoolStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPoolStats,
@@ -440,6 +457,33 @@ class KvMemory:
             '/octavo.v1.KvMemory/GetBlockTables',
             octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesRequest.SerializeToString,
             octavo_dot_v1_dot_kvmem__pb2.GetBlockTablesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.KvMemory/ListSequences',
+            octavo_dot_v1_dot_kvmem__pb2.ListSequencesRequest.SerializeToString,
+            octavo_dot_v1_dot_kvmem__pb2.ListSequencesReply.FromString,
             options,
             channel_credentials,
             insecure,

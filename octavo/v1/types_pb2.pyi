@@ -49,20 +49,22 @@ class PoolGeometry(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_block: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolLevels(_message.Message):
-    __slots__ = ("num_free_blocks", "num_cached_blocks", "num_in_use_blocks", "num_quarantined_blocks", "num_reserved_blocks", "num_free_sequences")
+    __slots__ = ("num_free_blocks", "num_cached_blocks", "num_in_use_blocks", "num_quarantined_blocks", "num_reserved_blocks", "num_free_sequences", "num_free_host_blocks")
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_USE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_free_blocks: int
     num_cached_blocks: int
     num_in_use_blocks: int
     num_quarantined_blocks: int
     num_reserved_blocks: int
     num_free_sequences: int
-    def __init__(self, num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_in_use_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_free_sequences: _Optional[int] = ...) -> None: ...
+    num_free_host_blocks: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_in_use_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_free_sequences: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "first_sample_index", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import types_pb2 as octavo_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16octavo/v1/worker.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\x9b\x02\n\nWorkerInfo\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12)\n\x08geometry\x18\x02 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x12\n\nmodel_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x1a\n\x12max_inflight_steps\x18\x07 \x01(\r\x12\x19\n\x11\x61ttention_backend\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0b \x01(\x08\"1\n\x0eInstallRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.octavo.v1.Fence\"g\n\x0cInstallReply\x12\x16\n\x0eworker_boot_id\x18\x01 \x01(\t\x12\x14\n\x0clast_step_id\x18\x02 \x01(\x04\x12)\n\x08retained\x18\x03 \x03(\x0b\x32\x17.octavo.v1.RetainedStep\"\x98\x01\n\x0cRetainedStep\x12&\n\x05reply\x18\x01 \x01(\x0b\x32\x17.octavo.v1.ExecuteReply\x12\x14\n\x0csequence_ids\x18\x02 \x01(\x0c\x12\x18\n\x10num_input_tokens\x18\x03 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x0c\"\x82\x03\n\x0e\x45xecuteRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.octavo.v1.Fence\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12&\n\x06\x63opies\x18\x04 \x01(\x0b\x32\x16.octavo.v1.BlockCopies\x12(\n\x06starts\x18\x05 \x03(\x0b\x32\x18.octavo.v1.SequenceStart\x12&\n\x06\x64\x65ltas\x18\x06 \x01(\x0b\x32\x16.octavo.v1.TableDeltas\x12\x1c\n\x14\x64ropped_sequence_ids\x18\x07 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x08 \x01(\x0c\x12\x16\n\x0etable_versions\x18\t \x01(\x0c\x12\x18\n\x10num_input_tokens\x18\n \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x0b \x01(\x0c\x12\x17\n\x0finput_token_ids\x18\x0c \x01(\x0c\x12\x13\n\x0bnum_samples\x18\r \x01(\x0c\"\xa4\x01\n\rSequenceStart\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\x12\x15\n\rtable_version\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.octavo.v1.WorkerSampling\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\xb0\x01\n\x0eWorkerSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x18\n\x10masked_token_ids\x18\x07 \x03(\x05\x12\x1e\n\x16masked_before_position\x18\x08 \x01(\r\"\x8d\x01\n\x0c\x45xecuteReply\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0eworker_boot_id\x18\x02 \x01(\t\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.octavo.v1.StepTimings\"Y\n\x0bStepTimings\x12\x0f\n\x07idle_us\x18\x01 \x01(\r\x12\x12\n\nprepare_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x11\n\tsample_us\x18\x04 \x01(\r2\xcc\x01\n\x0bModelWorker\x12;\n\x07GetInfo\x12\x19.octavo.v1.GetInfoRequest\x1a\x15.octavo.v1.WorkerInfo\x12=\n\x07Install\x12\x19.octavo.v1.InstallRequest\x1a\x17.octavo.v1.InstallReply\x12\x41\n\x07\x45xecute\x12\x19.octavo.v1.ExecuteRequest\x1a\x17.octavo.v1.ExecuteReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16octavo/v1/worker.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xd3\x02\n\nWorkerInfo\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12)\n\x08geometry\x18\x02 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x12\n\nmodel_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x1a\n\x12max_inflight_steps\x18\x07 \x01(\r\x12\x19\n\x11\x61ttention_backend\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0b \x01(\x08\x12\x1c\n\x14prefill_tokens_per_s\x18\x0c \x01(\x01\x12\x18\n\x10swap_bytes_per_s\x18\r \x01(\x01\"1\n\x0eInstallRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.octavo.v1.Fence\"g\n\x0cInstallReply\x12\x16\n\x0eworker_boot_id\x18\x01 \x01(\t\x12\x14\n\x0clast_step_id\x18\x02 \x01(\x04\x12)\n\x08retained\x18\x03 \x03(\x0b\x32\x17.octavo.v1.RetainedStep\"\x98\x01\n\x0cRetainedStep\x12&\n\x05reply\x18\x01 \x01(\x0b\x32\x17.octavo.v1.ExecuteReply\x12\x14\n\x0csequence_ids\x18\x02 \x01(\x0c\x12\x18\n\x10num_input_tokens\x18\x03 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x0c\"\xd7\x03\n\x0e\x45xecuteRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.octavo.v1.Fence\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12&\n\x06\x63opies\x18\x04 \x01(\x0b\x32\x16.octavo.v1.BlockCopies\x12(\n\x06starts\x18\x05 \x03(\x0b\x32\x18.octavo.v1.SequenceStart\x12&\n\x06\x64\x65ltas\x18\x06 \x01(\x0b\x32\x16.octavo.v1.TableDeltas\x12\x1c\n\x14\x64ropped_sequence_ids\x18\x07 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x08 \x01(\x0c\x12\x16\n\x0etable_versions\x18\t \x01(\x0c\x12\x18\n\x10num_input_tokens\x18\n \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x0b \x01(\x0c\x12\x17\n\x0finput_token_ids\x18\x0c \x01(\x0c\x12\x13\n\x0bnum_samples\x18\r \x01(\x0c\x12(\n\x08swap_ins\x18\x0e \x01(\x0b\x32\x16.octavo.v1.BlockCopies\x12)\n\tswap_outs\x18\x0f \x01(\x0b\x32\x16.octavo.v1.BlockCopies\"\xa4\x01\n\rSequenceStart\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\x12\x15\n\rtable_version\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.octavo.v1.WorkerSampling\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\xb0\x01\n\x0eWorkerSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x18\n\x10masked_token_ids\x18\x07 \x03(\x05\x12\x1e\n\x16masked_before_position\x18\x08 \x01(\r\"\x8d\x01\n\x0c\x45xecuteReply\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x16\n\x0eworker_boot_id\x18\x02 \x01(\t\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.octavo.v1.StepTimings\"Y\n\x0bStepTimings\x12\x0f\n\x07idle_us\x18\x01 \x01(\r\x12\x12\n\nprepare_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x11\n\tsample_us\x18\x04 \x01(\r2\xcc\x01\n\x0bModelWorker\x12;\n\x07GetInfo\x12\x19.octavo.v1.GetInfoRequest\x1a\x15.octavo.v1.WorkerInfo\x12=\n\x07Install\x12\x19.octavo.v1.InstallRequest\x1a\x17.octavo.v1.InstallReply\x12\x41\n\x07\x45xecute\x12\x19.octavo.v1.ExecuteRequest\x1a\x17.octavo.v1.ExecuteReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=60
   _globals['_GETINFOREQUEST']._serialized_end=76
   _globals['_WORKERINFO']._serialized_start=79
-  _globals['_WORKERINFO']._serialized_end=362
-  _globals['_INSTALLREQUEST']._serialized_start=364
-  _globals['_INSTALLREQUEST']._serialized_end=413
-  _globals['_INSTALLREPLY']._serialized_start=415
-  _globals['_INSTALLREPLY']._serialized_end=518
-  _globals['_RETAINEDSTEP']._serialized_start=521
-  _globals['_RETAINEDSTEP']._serialized_end=673
-  _globals['_EXECUTEREQUEST']._serialized_start=676
-  _globals['_EXECUTEREQUEST']._serialized_end=1062
-  _globals['_SEQUENCESTART']._serialized_start=1065
-  _globals['_SEQUENCESTART']._serialized_end=1229
-  _globals['_WORKERSAMPLING']._serialized_start=1232
-  _globals['_WORKERSAMPLING']._serialized_end=1408
-  _globals['_EXECUTEREPLY']._serialized_start=1411
-  _globals['_EXECUTEREPLY']._serialized_end=1552
-  _globals['_STEPTIMINGS']._serialized_start=1554
-  _globals['_STEPTIMINGS']._serialized_end=1643
-  _globals['_MODELWORKER']._serialized_start=1646
-  _globals['_MODELWORKER']._serialized_end=1850
+  _globals['_WORKERINFO']._serialized_end=418
+  _globals['_INSTALLREQUEST']._serialized_start=420
+  _globals['_INSTALLREQUEST']._serialized_end=469
+  _globals['_INSTALLREPLY']._serialized_start=471
+  _globals['_INSTALLREPLY']._serialized_end=574
+  _globals['_RETAINEDSTEP']._serialized_start=577
+  _globals['_RETAINEDSTEP']._serialized_end=729
+  _globals['_EXECUTEREQUEST']._serialized_start=732
+  _globals['_EXECUTEREQUEST']._serialized_end=1203
+  _globals['_SEQUENCESTART']._serialized_start=1206
+  _globals['_SEQUENCESTART']._serialized_end=1370
+  _globals['_WORKERSAMPLING']._serialized_start=1373
+  _globals['_WORKERSAMPLING']._serialized_end=1549
+  _globals['_EXECUTEREPLY']._serialized_start=1552
+  _globals['_EXECUTEREPLY']._serialized_end=1693
+  _globals['_STEPTIMINGS']._serialized_start=1695
+  _globals['_STEPTIMINGS']._serialized_end=1784
+  _globals['_MODELWORKER']._serialized_start=1787
+  _globals['_MODELWORKER']._serialized_end=1991
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("boot_id", "geometry", "model_name", "model_path", "vocab_size", "eos_token_ids", "max_inflight_steps", "attention_backend", "device", "max_num_batched_tokens", "batch_invariant")
+    __slots__ = ("boot_id", "geometry", "model_name", "model_path", "vocab_size", "eos_token_ids", "max_inflight_steps", "attention_backend", "device", "max_num_batched_tokens", "batch_invariant", "prefill_tokens_per_s", "swap_bytes_per_s")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class WorkerInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     geometry: _types_pb2.PoolGeometry
     model_name: str
@@ -35,7 +37,9 @@ class WorkerInfo(_message.Message):
     device: str
     max_num_batched_tokens: int
     batch_invariant: bool
-    def __init__(self, boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_inflight_steps: _Optional[int] = ..., attention_backend: _Optional[str] = ..., device: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
+    prefill_tokens_per_s: float
+    swap_bytes_per_s: float
+    def __init__(self, boot_id: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_inflight_steps: _Optional[int] = ..., attention_backend: _Optional[str] = ..., device: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., prefill_tokens_per_s: _Optional[float] = ..., swap_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class InstallRequest(_message.Message):
     __slots__ = ("fence",)
@@ -68,7 +72,7 @@ class RetainedStep(_message.Message):
     def __init__(self, reply: _Optional[_Union[ExecuteReply, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ..., num_input_tokens: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("fence", "step_id", "traceparent", "copies", "starts", "deltas", "dropped_sequence_ids", "sequence_ids", "table_versions", "num_input_tokens", "num_computed_tokens", "input_token_ids", "num_samples")
+    __slots__ = ("fence", "step_id", "traceparent", "copies", "starts", "deltas", "dropped_sequence_ids", "sequence_ids", "table_versions", "num_input_tokens", "num_computed_tokens", "input_token_ids", "num_samples", "swap_ins", "swap_outs")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +86,8 @@ class ExecuteRequest(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SWAP_INS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUTS_FIELD_NUMBER: _ClassVar[int]
     fence: _types_pb2.Fence
     step_id: int
     traceparent: str
@@ -95,7 +101,9 @@ class ExecuteRequest(_message.Message):
     num_computed_tokens: bytes
     input_token_ids: bytes
     num_samples: bytes
-    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., step_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., deltas: _Optional[_Union[_types_pb2.TableDeltas, _Mapping]] = ..., dropped_sequence_ids: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., table_versions: _Optional[bytes] = ..., num_input_tokens: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., input_token_ids: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ...) -> None: ...
+    swap_ins: _types_pb2.BlockCopies
+    swap_outs: _types_pb2.BlockCopies
+    def __init__(self, fence: _Optional[_Union[_types_pb2.Fence, _Mapping]] = ..., step_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., copies: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., deltas: _Optional[_Union[_types_pb2.TableDeltas, _Mapping]] = ..., dropped_sequence_ids: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., table_versions: _Optional[bytes] = ..., num_input_tokens: _Optional[bytes] = ..., num_computed_tokens: _Optional[bytes] = ..., input_token_ids: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ..., swap_ins: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ..., swap_outs: _Optional[_Union[_types_pb2.BlockCopies, _Mapping]] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("sequence_id", "block_ids", "table_version", "sampling", "traceparent", "request_id")
