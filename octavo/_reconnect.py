@@ -20,6 +20,7 @@ MAX_HINTED_ADDRESSES: Final = 16
 # Refusals that are final for a new request, and temporary for one accepted before: it waits for
 # its turn to be entered again.
 OVERLOAD_REASONS: Final = frozenset({"QUEUE_FULL", "TENANT_QUOTA"})
+REPLACED_REASON: Final = "ATTACH_REPLACED"
 
 Reply = TypeVar("Reply")
 
@@ -106,9 +107,15 @@ class Reconnect:
         self._deadline_s = now_s + patience.timeout_s
         self._connect_deadline_s = now_s + min(patience.timeout_s, patience.connect_timeout_s)
         self._draw = draw
+        # The last attempt was not made because its time would have come too late.
+        self.out_of_time = False
         self._num_failures = 0  # since the last progress
         self._followed = False
         self._unanswered: Failure | None = None  # the newest since the last reply
+        self._replied = False  # a server, to the attempt under way
+        # Attempts that broke without a word from a server: each may yet reach one, once, and
+        # take the request from a later attempt.
+        self._num_lost = 0
 
     def time_left_s(self, now_s: float) -> float:
         """Until the call's deadline."""
@@ -118,18 +125,23 @@ class Reconnect:
         """The server at `address` replied, with something new or not."""
         self._addresses.preferred = self.address
         self._unanswered = None
+        self._replied = True
         if progress:
             self._num_failures = 0
             self._followed = False
 
     def after(self, failure: Failure, *, accepted: bool, now_s: float) -> float | None:
         """Seconds to wait before the next attempt, at what `address` is then; None: no more."""
-        if not failure.is_retried(accepted=accepted):
+        if not (self._replied or failure.told or failure.cut_short):
+            self._num_lost += 1
+        self._replied = False
+        if not (failure.is_retried(accepted=accepted) or self._was_lost_attempt(failure)):
             return None
         self._unanswered = failure
         delay_s = self._move_on(failure)
         give_up_s = self._deadline_s if accepted else self._connect_deadline_s
         if now_s + delay_s >= give_up_s:
+            self.out_of_time = True
             return None
         self.num_reconnects += 1
         return delay_s
@@ -141,7 +153,21 @@ class Reconnect:
             return self._unanswered
         return last
 
+    def _was_lost_attempt(self, failure: Failure) -> bool:
+        """Whether one of this call's own attempts, given up before, may be what took the request.
+
+        Nobody else knows its secret, unless the caller was copied, as by a fork. Since each lost
+        attempt excuses one replacement, two copies take the request from each other no more often
+        than they lost attempts, and then the last one has it.
+        """
+        if failure.error.reason != REPLACED_REASON or not self._num_lost:
+            return False
+        self._num_lost -= 1
+        return True
+
     def _move_on(self, failure: Failure) -> float:
+        if failure.error.reason == REPLACED_REASON:
+            return self._backoff_s(failure.error)  # the request is at this server
         hint = failure.holder_address
         if hint and hint != self.address and self._addresses.follows(hint):
             self.address = hint

@@ -103,8 +103,7 @@ class _Answer:
         if delay_s is not None:
             return delay_s
         # Whoever gives up tells the server; whom the server has refused has nothing there.
-        gave_up = isinstance(failure.error, DeadlineExceededError)
-        leave = gave_up or failure.is_retried(accepted=accepted)
+        leave = isinstance(failure.error, DeadlineExceededError) or self._reconnect.out_of_time
         failure = self._reconnect.told_of(failure)
         self._end(failure.error, leave=leave)
         raise failure.error from failure.cause

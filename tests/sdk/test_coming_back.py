@@ -193,6 +193,30 @@ def test_a_refusal_after_a_break_is_told_at_once(client: Any, peer: ScriptedPeer
         chunks.generation()
 
 
+def test_its_own_late_attempt_that_took_the_request_is_replaced_in_turn(
+    client: Any, peer: ScriptedPeer
+) -> None:
+    """The first attempt is given up unanswered and reaches the server after the second one."""
+    replaced = ServiceError("ATTACH_REPLACED", "another stream has attached")
+    peer.earlier = [[LOST], [*BEGUN, replaced]]
+    peer.script = REST
+    assert texts(client) == ["", "a", "b"]
+    assert len(peer.of("Generate")) == 3
+    assert peer.of("Abort") == []
+
+
+def test_a_request_that_somebody_else_took_twice_is_theirs(client: Any, peer: ScriptedPeer) -> None:
+    replaced = ServiceError("ATTACH_REPLACED", "another stream has attached")
+    peer.earlier = [[LOST], [*BEGUN, replaced], [accepted(), replaced]]
+    peer.script = REST
+    with pytest.raises(octavo.OctavoError) as raised:
+        client.generate("p")
+    assert raised.value.reason == "ATTACH_REPLACED"
+    client.close()
+    assert len(peer.of("Generate")) == 3
+    assert peer.of("Abort") == []
+
+
 def test_time_that_runs_out_raises_the_last_error_and_aborts(
     client: Any, peer: ScriptedPeer
 ) -> None:

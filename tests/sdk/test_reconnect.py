@@ -58,6 +58,58 @@ def test_a_stream_cut_short_is_retried_whatever_its_error() -> None:
     assert not Failure(error).is_retried(accepted=True)
 
 
+BROKEN = Failure(class_of_code(REASONS["NOT_READY"].code)("socket closed", reason="UNAVAILABLE"))
+REPLACED = told("ATTACH_REPLACED")
+CUT_SHORT = Failure(OctavoError("half", reason="INTERNAL"), cut_short=True)
+
+
+def test_an_attempt_that_nobody_answered_may_come_late_and_take_the_request_once() -> None:
+    attempts = reconnect(A, B)
+    assert attempts.after(BROKEN, accepted=False, now_s=100.0) is not None
+    attempts.answered(progress=True)
+    at = attempts.address
+    assert attempts.after(REPLACED, accepted=True, now_s=100.0) == FIRST_BACKOFF_S / 2
+    assert attempts.address == at  # it is there
+    attempts.answered(progress=True)
+    assert attempts.after(REPLACED, accepted=True, now_s=100.0) is None
+    assert not attempts.out_of_time
+
+
+@pytest.mark.parametrize("failure", [LOST, CUT_SHORT])
+def test_an_attempt_that_a_server_ended_cannot_come_late(failure: Failure) -> None:
+    attempts = reconnect()
+    attempts.after(failure, accepted=True, now_s=100.0)
+    assert attempts.after(REPLACED, accepted=True, now_s=100.0) is None
+
+
+def test_an_attempt_that_a_server_replied_to_cannot_come_late() -> None:
+    attempts = reconnect()
+    attempts.answered(progress=True)
+    attempts.after(BROKEN, accepted=True, now_s=100.0)
+    assert attempts.after(REPLACED, accepted=True, now_s=100.0) is None
+
+
+def test_two_with_one_secret_stop_taking_the_request_from_each_other() -> None:
+    """Both lost attempts before; each replacement is told to the one that had the request."""
+    rivals = [reconnect(), reconnect()]
+    for rival in rivals:
+        for _ in range(3):
+            rival.after(BROKEN, accepted=False, now_s=100.0)
+        rival.answered(progress=True)
+    turns = 0
+    while rivals[turns % 2].after(REPLACED, accepted=True, now_s=100.0) is not None:
+        rivals[turns % 2].answered(progress=True)
+        turns += 1
+    assert turns == 6
+
+
+def test_a_replaced_attempt_that_runs_out_of_time_says_so() -> None:
+    attempts = reconnect(timeout_s=1.0)
+    attempts.after(BROKEN, accepted=True, now_s=100.0)
+    assert attempts.after(REPLACED, accepted=True, now_s=101.0) is None
+    assert attempts.out_of_time
+
+
 @pytest.mark.parametrize("draw", [0.0, 0.999])
 def test_the_backoff_starts_small_doubles_and_is_bounded(draw: float) -> None:
     attempts = reconnect(draw=draw)
