@@ -15,7 +15,7 @@ from kvmem_svc.core.memory import PoolStats
 from kvmem_svc.core.mutations import PendingCopy, Pin, PoolConfirmed, Reply
 from kvmem_svc.core.prefix_cache import Domain
 from kvmem_svc.core.session import SessionLedger
-from kvmem_svc.core.views import AdoptedRequest, AdoptedSequence, SequenceView
+from kvmem_svc.core.views import AdoptedRequest, AdoptedSequence, SequenceSummary, SequenceView
 from octavo.service.columns import I32, U64, ColumnError, pack, unpack
 from octavo.v1 import kvmem_pb2 as pb
 from octavo.v1 import types_pb2
@@ -320,6 +320,23 @@ def view_to_pb(view: SequenceView) -> pb.SequenceView:
         block_ids=view.block_ids.tolist(),
         ref_counts=view.ref_counts.tolist(),
         finish_reason=types_pb2.FinishReason.Name(view.finish_reason),
+    )
+
+
+def summary_to_pb(summary: SequenceSummary) -> pb.SequenceSummary:
+    return pb.SequenceSummary(
+        sequence_id=summary.sequence_id,
+        request_id=summary.request_id,
+        arrival_number=summary.arrival_number,
+        candidate=summary.candidate,
+        tenant=summary.tenant,
+        status=pb.SequenceStatus.Name(summary.status),
+        num_prompt_tokens=summary.num_prompt_tokens,
+        num_tokens=summary.num_tokens,
+        num_computed_tokens=summary.num_computed_tokens,
+        num_blocks=summary.num_blocks,
+        num_shared_blocks=summary.num_shared_blocks,
+        finish_reason=types_pb2.FinishReason.Name(summary.finish_reason),
     )
 
 

@@ -23,7 +23,7 @@ from kvmem_svc.core.errors import KvMemoryError
 from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.limits import MAX_OPS_PER_BATCH
 from kvmem_svc.core.mutations import Mutation, Reply, Session
-from kvmem_svc.core.views import sequence_views
+from kvmem_svc.core.views import sequence_summaries, sequence_views
 from kvmem_svc.ports import Journal, NullJournal
 from kvmem_svc.traces import BatchTrace, BatchTracer
 from kvmem_svc.watchers import Watchers
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 DEFAULT_VIEWED_SEQUENCES = 1024
 MAX_VIEWED_SEQUENCES = 65_536
+DEFAULT_PAGE_SIZE = 1024
+MAX_PAGE_SIZE = 4096
 
 # How often time is looked at: well below what one look may add to it.
 TICK_S = 0.1
@@ -397,6 +399,23 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._memory.manager, sequence_ids, request_id, max_sequences
         )
         return pb.GetBlockTablesReply(sequences=map(convert.view_to_pb, views), truncated=truncated)
+
+    async def ListSequences(
+        self, request: pb.ListSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListSequencesReply:
+        if request.page_size > MAX_PAGE_SIZE:
+            message = f"page_size is {request.page_size}; it must be in [1, {MAX_PAGE_SIZE}], or 0"
+            await abort(context, ServiceError("INVALID_PARAMETER", message))
+        if self._memory.manager is None:
+            return pb.ListSequencesReply()
+        summaries, truncated = sequence_summaries(
+            self._memory.manager,
+            request.after_sequence_id,
+            request.page_size or DEFAULT_PAGE_SIZE,
+        )
+        return pb.ListSequencesReply(
+            sequences=map(convert.summary_to_pb, summaries), truncated=truncated
+        )
 
     async def GetPoolStats(
         self,

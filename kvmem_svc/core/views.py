@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,6 +100,55 @@ def _sequence_ids(manager: BlockManager, request_id: str) -> Iterator[int]:
 def sequence_ids_of(record: RequestRecord) -> list[int]:
     """Ids of a request's sequences, live ones first."""
     return [*record.live.values(), *(f.sequence_id for f in record.finished.values())]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSummary:
+    """A sequence without its table. num_shared_blocks: those with ref_count >= 2."""
+
+    sequence_id: int
+    request_id: str
+    arrival_number: int
+    candidate: int
+    tenant: str
+    status: Status
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+    finish_reason: FinishReason
+
+
+def sequence_summaries(
+    manager: BlockManager, after_sequence_id: int, page_size: int
+) -> tuple[list[SequenceSummary], bool]:
+    """The first `page_size` sequences above `after_sequence_id`, in order of their ids, and
+    whether there are more."""
+    table = manager.sequences
+    live = table.live_ids[table.live_ids > after_sequence_id].tolist()
+    finished = [i for i in table.finished if i > after_sequence_id]
+    page = heapq.nsmallest(page_size + 1, [*live, *finished])
+    return [_summary(manager, i) for i in page[:page_size]], len(page) > page_size
+
+
+def _summary(manager: BlockManager, sequence_id: int) -> SequenceSummary:
+    view = sequence_view(manager, sequence_id)
+    record = manager.requests[view.request_id]
+    return SequenceSummary(
+        sequence_id,
+        view.request_id,
+        record.arrival_number,
+        view.candidate,
+        record.tenant,
+        view.status,
+        view.num_prompt_tokens,
+        view.num_tokens,
+        view.num_computed_tokens,
+        view.block_ids.size,
+        int((view.ref_counts >= 2).sum()),
+        view.finish_reason,
+    )
 
 
 def request_id_of(manager: BlockManager, sequence_id: int) -> str | None:
