@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         OctavoError,
         OverloadedError,
         RpcError,
+        UnauthenticatedError,
         UnavailableError,
     )
     from octavo.types import (
@@ -50,6 +51,7 @@ _HOME = {
     "OctavoError": "octavo.errors",
     "OverloadedError": "octavo.errors",
     "RpcError": "octavo.errors",
+    "UnauthenticatedError": "octavo.errors",
     "UnavailableError": "octavo.errors",
     "Candidate": "octavo.types",
     "CandidateChunk": "octavo.types",
@@ -85,6 +87,7 @@ __all__ = [
     "RequestSummary",
     "RpcError",
     "SamplingParams",
+    "UnauthenticatedError",
     "UnavailableError",
 ]
 

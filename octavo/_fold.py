@@ -38,6 +38,7 @@ class GenerationFold:
         self.request_id = request_id
         self.seed = 0
         self.num_prompt_tokens = 0
+        self.num_cached_tokens: int | None = None
         # A server has said that the request's record is safe.
         self.accepted = False
         self._num_candidates = num_candidates
@@ -67,10 +68,15 @@ class GenerationFold:
         is_news = not self.accepted or bool(reply.deltas)
         if self._expects_header:
             self._take_header(reply)
+        # What is said first stands: a request that was entered again finds its own KV as well.
+        if self.num_cached_tokens is None and reply.HasField("num_cached_tokens"):
+            self.num_cached_tokens = reply.num_cached_tokens
         chunks = tuple(self._take(delta) for delta in reply.deltas)
         if not is_news:
             return None
-        return types.Chunk(self.request_id, self.seed, self.num_prompt_tokens, chunks)
+        return types.Chunk(
+            self.request_id, self.seed, self.num_prompt_tokens, chunks, self.num_cached_tokens
+        )
 
     def _take_header(self, reply: inference_pb2.GenerateReply) -> None:
         self._expects_header = False
@@ -135,6 +141,7 @@ class GenerationFold:
                 _finished(index, self._candidates.get(index))
                 for index in range(self._num_candidates)
             ),
+            self.num_cached_tokens,
         )
 
 

@@ -23,7 +23,7 @@ class RequestSpan:
         self._span = span
         self._owned = owned
         context = traceparent(span)
-        self.metadata = ((METADATA_KEY, context),) if context else None
+        self.metadata = ((METADATA_KEY, context),) if context else ()
 
     def end(
         self,

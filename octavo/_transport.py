@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from octavo import _wire
 from octavo._reconnect import Addresses, Round
-from octavo._wire import UnaryCall
+from octavo._wire import Metadata, UnaryCall
 from octavo.errors import OctavoError
 from octavo.service.server import CHANNEL_OPTIONS
 from octavo.v1 import inference_pb2_grpc
@@ -42,14 +42,15 @@ class Attempt:
     method: str
     request: Any
     timeout_s: float
-    metadata: Any
+    metadata: Metadata
 
 
 class _Stubs:
-    """The stubs of one channel, by the names `UnaryCall.stub` uses."""
+    """The stubs of one channel, by the names `UnaryCall.stub` uses. metadata: of every call."""
 
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel, metadata: Metadata) -> None:
         self.channel: Any = channel
+        self.metadata = metadata
         self.inference = inference_pb2_grpc.InferenceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
 
@@ -58,14 +59,17 @@ class _Stubs:
 
     def start(self, attempt: Attempt) -> Any:
         method = getattr(self.inference, attempt.method)
-        return method(attempt.request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+        metadata = (*self.metadata, *attempt.metadata)
+        return method(attempt.request, timeout=attempt.timeout_s, metadata=metadata)
 
 
 class Transport:
     """For threads."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: Addresses, metadata: Metadata = ()) -> None:
+        """metadata: of every call."""
         self.addresses = addresses
+        self._metadata = metadata
         self._stubs: dict[str, _Stubs] = {}
         self._lock = threading.Lock()
 
@@ -81,7 +85,8 @@ class Transport:
         for address in asking:
             method = self._stubs_of(address).method(call)
             try:
-                reply = method(call.request, timeout=asking.timeout_s(time.monotonic()))
+                timeout_s = asking.timeout_s(time.monotonic())
+                reply = method(call.request, timeout=timeout_s, metadata=self._metadata)
             except grpc.RpcError as failure:
                 asking.failed(_wire.failure_of(failure))
             else:
@@ -98,7 +103,7 @@ class Transport:
         with self._lock:
             if address not in self._stubs:
                 self._stubs[address] = _Stubs(
-                    grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                    grpc.insecure_channel(address, options=CHANNEL_OPTIONS), self._metadata
                 )
             return self._stubs[address]
 
@@ -142,8 +147,10 @@ def _send_aborts(transport: Transport, waiting: SimpleQueue[UnaryCall[bool] | No
 class AsyncTransport:
     """For the event loop in which it is made; a channel belongs to that."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: Addresses, metadata: Metadata = ()) -> None:
+        """metadata: of every call."""
         self.addresses = addresses
+        self._metadata = metadata
         self._loop = asyncio.get_running_loop()
         self._stubs: dict[str, _Stubs] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -160,7 +167,8 @@ class AsyncTransport:
         for address in asking:
             method = self._stubs_of(address).method(call)
             try:
-                reply = await method(call.request, timeout=asking.timeout_s(time.monotonic()))
+                timeout_s = asking.timeout_s(time.monotonic())
+                reply = await method(call.request, timeout=timeout_s, metadata=self._metadata)
             except grpc.RpcError as failure:
                 asking.failed(_wire.failure_of(failure))
             else:
@@ -193,6 +201,6 @@ class AsyncTransport:
     def _stubs_of(self, address: str) -> _Stubs:
         if address not in self._stubs:
             self._stubs[address] = _Stubs(
-                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), self._metadata
             )
         return self._stubs[address]

@@ -26,6 +26,9 @@ Prompt = str | Sequence[int]
 Conversation = str | Sequence[types.Message]
 Reply = TypeVar("Reply")
 
+# What goes with a call, beside its message.
+Metadata = tuple[tuple[str, str], ...]
+AUTHORIZATION_KEY = "authorization"
 SECRET_BYTES = 16
 # In the metadata of NOT_LEADER: where the requests are.
 HOLDER_ADDRESS_KEY = "holder_address"
@@ -57,11 +60,12 @@ class UnaryCall(Generic[Reply]):
 
 
 def generate_request(
-    prompt: Prompt, params: types.SamplingParams | None, request_id: str
+    prompt: Prompt, params: types.SamplingParams | None, request_id: str, cache_salt: str = ""
 ) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgumentError for what the wire cannot carry."""
     request = inference_pb2.GenerateRequest()
     _set(request, "request_id", request_id)
+    _set(request, "cache_salt", cache_salt)
     if isinstance(prompt, str):
         _set(request, "prompt", prompt)
     else:
@@ -72,11 +76,15 @@ def generate_request(
 
 
 def chat_request(
-    messages: Conversation, params: types.SamplingParams | None, request_id: str
+    messages: Conversation,
+    params: types.SamplingParams | None,
+    request_id: str,
+    cache_salt: str = "",
 ) -> inference_pb2.ChatRequest:
     """Raises InvalidArgumentError for what the wire cannot carry."""
     request = inference_pb2.ChatRequest()
     _set(request, "request_id", request_id)
+    _set(request, "cache_salt", cache_salt)
     _add_messages(request.messages, messages)
     _set_params(request.params, params)
     return request
@@ -184,6 +192,20 @@ def _uncarriable(
     return InvalidArgumentError(
         f"{called} is {reprlib.repr(value)}; it must be {carries}", reason="INVALID_PARAMETER"
     )
+
+
+def authorization(api_key: str | None) -> Metadata:
+    """The metadata that says who calls. Raises InvalidArgumentError, without the key, for one
+    that metadata cannot carry."""
+    if api_key is None:
+        return ()
+    if not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise InvalidArgumentError(
+            f"api_key has {len(api_key)} characters; it must be printable ASCII without a space,"
+            " and at least one",
+            reason="INVALID_PARAMETER",
+        )
+    return ((AUTHORIZATION_KEY, f"Bearer {api_key}"),)
 
 
 # ---------------------------------------------------------------- replies

@@ -13,6 +13,9 @@ the call's `timeout_s` is over, and then raises the last error; a request that n
 accepted yet is tried for `connect_timeout_s` only. A server keeps a request whose caller is away
 for `detach_ttl_s` and then aborts it.
 
+cache_salt separates what would be shared otherwise: the KV of a prompt's beginning is found again
+by requests of the same caller with the same salt (64 bytes at most), and by nobody else's.
+
 Leaving a stream early, by `close()`, by the end of its `with` block or by dropping the last
 reference to it, aborts the request, and the server stops computing it.
 """
@@ -88,9 +91,11 @@ class _Connection:
         *,
         tracer: Tracer | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        api_key: str | None = None,
     ) -> None:
         self.addresses = checked_addresses(address)
         self._turn = Addresses(self.addresses)
+        self._authorization = _wire.authorization(api_key)
         self._tracer = tracer
         self._connect_timeout_s = connect_timeout_s
         self._closed = False
@@ -127,6 +132,7 @@ class Client(_Connection):
     tracer: where the span of each request goes; by default OpenTelemetry's global provider,
         and nowhere when there is none.
     connect_timeout_s: how long a request is tried until a server accepts it. 0: once.
+    api_key: what the server knows its caller by, where it asks for that.
     """
 
     def __init__(
@@ -135,9 +141,12 @@ class Client(_Connection):
         *,
         tracer: Tracer | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__(address, tracer=tracer, connect_timeout_s=connect_timeout_s)
-        self._transport = Transport(self._turn)
+        super().__init__(
+            address, tracer=tracer, connect_timeout_s=connect_timeout_s, api_key=api_key
+        )
+        self._transport = Transport(self._turn, self._authorization)
         self._streams: weakref.WeakSet[ChunkStream] = weakref.WeakSet()
 
     @cached_property
@@ -152,6 +161,7 @@ class Client(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
         with self.stream(
@@ -160,6 +170,7 @@ class Client(_Connection):
             request_id=request_id,
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
+            cache_salt=cache_salt,
         ) as chunks:
             return _drain(chunks)
 
@@ -171,9 +182,12 @@ class Client(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> ChunkStream:
         """Like `generate`, chunk by chunk."""
-        request = _wire.generate_request(prompt, params, request_id or _new_request_id())
+        request = _wire.generate_request(
+            prompt, params, request_id or _new_request_id(), cache_salt
+        )
         return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
     def chat(
@@ -184,6 +198,7 @@ class Client(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
         with self.stream_chat(
@@ -192,6 +207,7 @@ class Client(_Connection):
             request_id=request_id,
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
+            cache_salt=cache_salt,
         ) as chunks:
             return _drain(chunks)
 
@@ -203,9 +219,10 @@ class Client(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> ChunkStream:
         """Like `chat`, chunk by chunk."""
-        request = _wire.chat_request(messages, params, request_id or _new_request_id())
+        request = _wire.chat_request(messages, params, request_id or _new_request_id(), cache_salt)
         return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
@@ -261,7 +278,7 @@ class AsyncClient(_Connection):
     @cached_property
     def _transport(self) -> AsyncTransport:
         # Made at the first call: a channel belongs to the event loop it is made in.
-        return AsyncTransport(self._turn)
+        return AsyncTransport(self._turn, self._authorization)
 
     @cached_property
     def _streams(self) -> weakref.WeakSet[AsyncChunkStream]:
@@ -275,6 +292,7 @@ class AsyncClient(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
         stream = self.stream(
@@ -283,6 +301,7 @@ class AsyncClient(_Connection):
             request_id=request_id,
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
+            cache_salt=cache_salt,
         )
         async with stream as chunks:
             return await _drain_async(chunks)
@@ -295,9 +314,12 @@ class AsyncClient(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> AsyncChunkStream:
         """Like `generate`, chunk by chunk."""
-        request = _wire.generate_request(prompt, params, request_id or _new_request_id())
+        request = _wire.generate_request(
+            prompt, params, request_id or _new_request_id(), cache_salt
+        )
         return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
     async def chat(
@@ -308,6 +330,7 @@ class AsyncClient(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
         stream = self.stream_chat(
@@ -316,6 +339,7 @@ class AsyncClient(_Connection):
             request_id=request_id,
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
+            cache_salt=cache_salt,
         )
         async with stream as chunks:
             return await _drain_async(chunks)
@@ -328,9 +352,10 @@ class AsyncClient(_Connection):
         request_id: str | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
+        cache_salt: str = "",
     ) -> AsyncChunkStream:
         """Like `chat`, chunk by chunk."""
-        request = _wire.chat_request(messages, params, request_id or _new_request_id())
+        request = _wire.chat_request(messages, params, request_id or _new_request_id(), cache_salt)
         return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:

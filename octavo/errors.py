@@ -5,6 +5,7 @@
         ├── InvalidArgumentError   a value is out of its range, a prompt does not fit
         ├── NotFoundError          another model is served here, no such request is live
         ├── AlreadyExistsError     a live request has this id; that one is unaffected
+        ├── UnauthenticatedError   the server asks for an API key; there was none, or another
         ├── OverloadedError        queue, pool or quota is full: retry after `retry_after_ms`
         ├── UnavailableError       nobody answers there, or a service is starting or stopping,
         │                          and that lasted longer than the call was to be tried
@@ -55,6 +56,10 @@ class AlreadyExistsError(OctavoError):
     """A live request has this id."""
 
 
+class UnauthenticatedError(OctavoError):
+    """The server serves those with one of its API keys only, and the call's is none of them."""
+
+
 class OverloadedError(OctavoError):
     """A queue, the KV pool or a quota is full."""
 
@@ -76,6 +81,7 @@ _CLASS_OF_CODE: Final[dict[grpc.StatusCode, type[OctavoError]]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,

@@ -78,12 +78,17 @@ class CandidateChunk:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a streamed answer. The first may hold no candidates: it says that the
-    request is accepted, with its id, seed and prompt length; those stay the same after."""
+    request is accepted, with its id, seed and prompt length; those stay the same after.
+
+    num_cached_tokens: of the prompt, those whose KV was there already, since another prompt began
+        alike; None until the first candidates, and where the server did not say.
+    """
 
     request_id: str
     seed: int
     num_prompt_tokens: int
     candidates: tuple[CandidateChunk, ...]
+    num_cached_tokens: int | None = None
 
     @property
     def text(self) -> str:
@@ -110,12 +115,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete result: its candidates stand in the order of their index."""
+    """A complete result: its candidates stand in the order of their index.
+
+    num_cached_tokens: as in `Chunk`.
+    """
 
     request_id: str
     seed: int
     num_prompt_tokens: int
     candidates: tuple[Candidate, ...]
+    num_cached_tokens: int | None = None
 
     @property
     def text(self) -> str:

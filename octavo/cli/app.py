@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +50,22 @@ Address = Annotated[
         envvar="OCTAVO_ADDRESS",
         help="unix:/path or host:port; several with commas.",
         show_default="what `octavo up` runs",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="OCTAVO_API_KEY",
+        show_envvar=True,
+        show_default=False,
+        help="Where the server asks for one. Others on this machine see what is on a command line,"
+        " and not the environment.",
+    ),
+]
+CacheSalt = Annotated[
+    str,
+    typer.Option(
+        help="Share cached prompts with requests of the same salt only.", show_default=False
     ),
 ]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
@@ -95,18 +112,28 @@ def told_plainly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, state_dir: Path | None) -> Iterator[Client]:
-    """A client of the server at `address`, or of the stack that runs on the state folder."""
+def connected(
+    address: str | None, state_dir: Path | None, api_key: str | None = None
+) -> Iterator[Client]:
+    """A client of the server at `address`, or of the stack that runs on the state folder.
+
+    Where an address is given, somebody must answer there now; a stack's own scheduler, which may
+    be about to be restarted, is waited for as the SDK does.
+    """
     from octavo.cli.state import StateDir, default_state_dir
     from octavo.client import Client
     from octavo.errors import UnavailableError
     from octavo.service import telemetry
 
+    is_given = address is not None
     if address is None:
         address = StateDir(state_dir or default_state_dir()).running().scheduler
     traces = telemetry.setup("octavo-client")
     try:
-        with Client(address, tracer=traces.tracer if traces.enabled else None) as client:
+        tracer = traces.tracer if traces.enabled else None
+        with Client(address, tracer=tracer, api_key=api_key) as client:
+            if is_given:
+                client.health()
             yield client
     except UnavailableError as error:
         if error.reason != "UNAVAILABLE":  # a server answered, and said why
@@ -145,6 +172,10 @@ def up(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Sequences of one step, at most.")
     ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="Serve callers with one of this file's keys only; see `new-key`."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the three services here, and restart what dies, until Ctrl-C."""
@@ -153,7 +184,7 @@ def up(
     from octavo.cli.up import run_up
 
     options = StackOptions(
-        model, kv_memory, listen, max_num_batched_tokens, max_num_seqs, log_level
+        model, kv_memory, listen, max_num_batched_tokens, max_num_seqs, log_level, api_keys
     )
     with told_plainly():
         state = StateDir(state_dir or default_state_dir())
@@ -177,7 +208,9 @@ def generate(
     ] = None,
     as_json: AsJson = False,
     timeout_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
+    cache_salt: CacheSalt = "",
     address: Address = None,
+    api_key: ApiKey = None,
     state_dir: StateFolder = None,
 ) -> None:
     """Complete a text, and show it as it is made."""
@@ -196,9 +229,9 @@ def generate(
         stop=stop or (),
         ignore_eos=ignore_eos,
     )
-    with told_plainly(), connected(address, state_dir) as client:
+    with told_plainly(), connected(address, state_dir, api_key) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
-        with client.stream(text, params, timeout_s=timeout_s) as chunks:
+        with client.stream(text, params, timeout_s=timeout_s, cache_salt=cache_salt) as chunks:
             show_answer(chunks, n or 1, out, as_json=as_json)
 
 
@@ -216,7 +249,9 @@ def chat(
     max_tokens: MaxTokens = None,
     stop: Stop = None,
     as_json: AsJson = False,
+    cache_salt: CacheSalt = "",
     address: Address = None,
+    api_key: ApiKey = None,
     state_dir: StateFolder = None,
 ) -> None:
     """Talk with the model: Ctrl-C stops an answer, Ctrl-D leaves."""
@@ -233,11 +268,12 @@ def chat(
         stop=stop or (),
     )
     opening = [] if system is None else [Message("system", system)]
-    with told_plainly(), connected(address, state_dir) as client:
+    with told_plainly(), connected(address, state_dir, api_key) as client:
+        ask = partial(client.stream_chat, params=params, cache_salt=cache_salt)
         if question is None:
-            converse(client, opening, params, out)
+            converse(ask, opening, out)
             return
-        with client.stream_chat([*opening, Message("user", question)], params) as chunks:
+        with ask([*opening, Message("user", question)]) as chunks:
             show_answer(chunks, 1, out, as_json=as_json)
 
 
@@ -251,12 +287,29 @@ def health(address: Address = None, state_dir: StateFolder = None) -> None:
 
 
 @app.command()
-def model(as_json: AsJson = False, address: Address = None, state_dir: StateFolder = None) -> None:
+def model(
+    as_json: AsJson = False,
+    address: Address = None,
+    api_key: ApiKey = None,
+    state_dir: StateFolder = None,
+) -> None:
     """Describe the model that is served."""
     from octavo.cli.talk import show_model
 
-    with told_plainly(), connected(address, state_dir) as client:
+    with told_plainly(), connected(address, state_dir, api_key) as client:
         show_model(client.model(), out, as_json=as_json)
+
+
+@app.command()
+def new_key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is to be.")],
+) -> None:
+    """Make an API key: the key for the caller, and the line for the file of `--api-keys`."""
+    from octavo.cli.keys import new_key_lines
+
+    with told_plainly():
+        for line in new_key_lines(tenant):
+            out.print(line, soft_wrap=True, markup=False)
 
 
 @app.command()

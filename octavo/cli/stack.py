@@ -39,6 +39,7 @@ class StackOptions:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     log_level: str | None = None
+    api_keys: Path | None = None
 
 
 def service_specs(
@@ -54,6 +55,7 @@ def service_specs(
         *(("--address", options.listen) if options.listen else ()),
         *("--kvmem", addresses["kvmem"], "--worker", addresses["worker"]),
         *limits,
+        *_given("--api-keys", options.api_keys and options.api_keys.absolute()),
     ]
     worker = [
         *("--address", addresses["worker"], "--model", model_path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,9 +15,12 @@ from rich.text import Text
 
 from octavo.cli.render import answer_name, answer_style, error_line
 from octavo.cli.text import printable
-from octavo.client import ChunkStream, Client
+from octavo.client import ChunkStream
 from octavo.errors import OctavoError
-from octavo.types import FinishReason, Message, ModelDescription, SamplingParams
+from octavo.types import FinishReason, Message, ModelDescription
+
+# Begins the answer to a conversation.
+Ask = Callable[[list[Message]], ChunkStream]
 
 _UNUSUAL_ENDS = {
     FinishReason.LENGTH: "cut at its greatest length",
@@ -102,9 +105,7 @@ def _show_boxes(chunks: ChunkStream, num_candidates: int, console: Console) -> N
         console.print(boxes)
 
 
-def converse(
-    client: Client, opening: Sequence[Message], params: SamplingParams, console: Console
-) -> None:
+def converse(ask: Ask, opening: Sequence[Message], console: Console) -> None:
     """Questions and answers until Ctrl-D. Ctrl-C stops the answer, which then stays as it is."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives `input` line editing and history)
@@ -120,7 +121,7 @@ def converse(
             console.print("\n[dim](Ctrl-D leaves)[/]")
             continue
         if question:
-            history = _exchange(client, history, question, params, console)
+            history = _exchange(ask, history, question, console)
 
 
 def _prompt(console: Console) -> str:
@@ -131,17 +132,16 @@ def _prompt(console: Console) -> str:
 
 
 def _exchange(
-    client: Client,
+    ask: Ask,
     history: list[Message],
     question: str,
-    params: SamplingParams,
     console: Console,
 ) -> list[Message]:
     """Ask one question; the history after it, unchanged when it could not be asked."""
     asked = [*history, Message("user", question)]
     answer: list[str] = []
     try:
-        with client.stream_chat(asked, params) as chunks:
+        with ask(asked) as chunks:
             for chunk in chunks:
                 answer.append(chunk.text)
                 print_piece(chunk.text, console)

@@ -48,6 +48,9 @@ REASONS: Mapping[str, Reason] = {
     "QUEUE_FULL": Reason(_EXHAUSTED, "Too many requests wait; try again after RetryInfo."),
     "NO_FREE_BLOCKS": Reason(_EXHAUSTED, "The pool has no block left for this."),
     "TENANT_QUOTA": Reason(_EXHAUSTED, "The tenant's share is used up."),
+    "UNAUTHENTICATED": Reason(
+        grpc.StatusCode.UNAUTHENTICATED, "The call has no API key, or one that is not known."
+    ),
     "STALE_EPOCH": Reason(_PRECONDITION, "A newer session holds the memory service."),
     "UNKNOWN_SESSION": Reason(_PRECONDITION, "The session is not (or no longer) open."),
     "STALE_BOOT_ID": Reason(_PRECONDITION, "The fence names a process that is gone."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -122,15 +123,15 @@ def test_several_answers_stand_in_boxes_of_their_own(
 
 
 def test_json_is_one_object_with_everything(octavo: Run, peer: ScriptedPeer, address: str) -> None:
-    peer.script = [
-        accepted("r1", seed=42, num_prompt_tokens=7),
-        delta(0, "a\n[b]", 1, 2, finish_reason=STOP, stop_token_id=9, cumulative_logprob=-0.5),
-    ]
+    answer = delta(0, "a\n[b]", 1, 2, finish_reason=STOP, stop_token_id=9, cumulative_logprob=-0.5)
+    answer.num_cached_tokens = 4
+    peer.script = [accepted("r1", seed=42, num_prompt_tokens=7), answer]
     done = octavo("generate", "p", "--json", "--address", address)
     assert json.loads(done.stdout) == {
         "request_id": "r1",
         "seed": 42,
         "num_prompt_tokens": 7,
+        "num_cached_tokens": 4,
         "candidates": [
             {
                 "index": 0,
@@ -274,6 +275,47 @@ def test_nobody_at_the_address(octavo: Run, socket_dir: Path) -> None:
     assert done.returncode == 1
     assert f"no server can be reached at unix:{socket_dir}/nobody.sock" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_nobody_at_the_address_is_told_at_once(octavo: Run, socket_dir: Path) -> None:
+    """Not after the time for which the SDK waits for a server to accept a request."""
+    script = (
+        "import sys, octavo._streams as s; s.ChunkStream.__init__ = None;"
+        "from octavo.cli.app import main; sys.argv = ['octavo', *sys.argv[1:]]; main()"
+    )
+    address = f"unix:{socket_dir}/nobody.sock"
+    for command in ("generate", "chat"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, command, "p", "--address", address],
+            capture_output=True,
+            text=True,
+            timeout=SOON_S,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert f"no server can be reached at {address}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_key_and_salt_come_from_the_command_line_or_the_environment(
+    octavo: Run, peer: ScriptedPeer, address: str, env: dict[str, str]
+) -> None:
+    peer.script = [accepted(), delta(0, "x", 1, finish_reason=STOP)]
+    octavo("generate", "p", "--address", address, "--api-key", "one-key", "--cache-salt", "s")
+    env["OCTAVO_API_KEY"] = "another-key"
+    octavo("chat", "p", "--address", address, "--cache-salt", "t")
+    octavo("model", "--address", address)
+    keys = [call.metadata["authorization"] for call in peer.calls]
+    assert keys == ["Bearer one-key", "Bearer another-key", "Bearer another-key"]
+    assert [call.request.cache_salt for call in peer.of("Generate", "Chat")] == ["s", "t"]
+    assert "another-key" not in octavo("generate", "--help").stdout
+
+
+def test_a_new_key_and_the_line_for_the_file(octavo: Run) -> None:
+    key, line = octavo("new-key", "acme").stdout.splitlines()
+    assert line == f"acme sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+    assert octavo("new-key", "acme").stdout.splitlines()[0] != key
+    assert octavo("new-key", "two words").returncode == 2
 
 
 def test_the_running_stack_is_found_by_its_state_folder(

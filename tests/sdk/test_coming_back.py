@@ -164,6 +164,8 @@ def test_a_ttl_that_the_wire_cannot_carry(client: Any, peer: ScriptedPeer, ttl_s
         ("ATTACH_REPLACED", True),
         ("UNKNOWN_REQUEST", True),
         ("UNKNOWN_MODEL", False),
+        ("UNAUTHENTICATED", False),
+        ("UNAUTHENTICATED", True),
         ("QUEUE_FULL", False),
         ("STALE_EPOCH", True),
         ("INTERNAL", True),

@@ -37,12 +37,13 @@ PUBLIC_NAMES = [
     "RequestSummary",
     "RpcError",
     "SamplingParams",
+    "UnauthenticatedError",
     "UnavailableError",
 ]
 
 
-CONSTRUCTOR = ["address", "tracer", "connect_timeout_s"]
-REQUEST_OPTIONS = ["params", "request_id", "timeout_s", "detach_ttl_s"]
+CONSTRUCTOR = ["address", "tracer", "connect_timeout_s", "api_key"]
+REQUEST_OPTIONS = ["params", "request_id", "timeout_s", "detach_ttl_s", "cache_salt"]
 METHODS = {
     "generate": ["prompt", *REQUEST_OPTIONS],
     "stream": ["prompt", *REQUEST_OPTIONS],
