@@ -111,8 +111,13 @@ def _op_result(result: kv.OpResult) -> ops.OpResult:
                 tables=(table,),
                 child_sequence_ids=tuple(forked.child_sequence_ids),
             )
-        case kv.Reserved(failed_groups):
-            return ops.OpResult(status, message, failed_groups=tuple(failed_groups.tolist()))
+        case kv.Reserved(failed_groups, quota_groups):
+            return ops.OpResult(
+                status,
+                message,
+                failed_groups=tuple(failed_groups.tolist()),
+                quota_groups=tuple(quota_groups.tolist()),
+            )
     return ops.OpResult(status, message)
 
 

@@ -207,7 +207,13 @@ def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
             )
         case "reserved":
             failed = unpack(message.reserved.failed_groups, I32).tolist()
-            return ops.OpResult(status, message.message, failed_groups=tuple(failed))
+            over_quota = unpack(message.reserved.quota_groups, I32).tolist()
+            return ops.OpResult(
+                status,
+                message.message,
+                failed_groups=tuple(failed),
+                quota_groups=tuple(over_quota),
+            )
     return ops.OpResult(status, message.message)
 
 

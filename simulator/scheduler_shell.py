@@ -69,7 +69,11 @@ class SchedulerShell(Process):
         self._peers = kvmem, worker
         knobs = world.knobs
         self._config = SchedulerConfig(
-            knobs.max_num_batched_tokens, knobs.max_num_seqs, knobs.max_waiting, knobs.watermark
+            knobs.max_num_batched_tokens,
+            knobs.max_num_seqs,
+            knobs.max_waiting,
+            knobs.watermark,
+            use_prefix_cache=False,
         )
 
     def boot(self) -> None:

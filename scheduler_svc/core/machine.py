@@ -43,7 +43,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_waiting: int = 1024
     watermark: float = 0.01
-    use_prefix_cache: bool = False
+    use_prefix_cache: bool = True
 
 
 class Machine:

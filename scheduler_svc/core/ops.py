@@ -145,6 +145,8 @@ class OpResult:
     tables: tuple[Table, ...] = ()
     child_sequence_ids: tuple[int, ...] = ()
     failed_groups: tuple[int, ...] = ()
+    # Those of them that failed by their tenant's quota.
+    quota_groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

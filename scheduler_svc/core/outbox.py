@@ -19,6 +19,12 @@ def expect_ok(result: ops.OpResult) -> None:
     assert result.status is ops.OpStatus.OK, result
 
 
+def expect_room_or_none(result: ops.OpResult) -> None:
+    """For ops that fail when there is no room, and never otherwise unless there is a bug."""
+    no_room = (ops.OpStatus.NO_FREE_BLOCKS, ops.OpStatus.TENANT_QUOTA)
+    assert result.status is ops.OpStatus.OK or result.status in no_room, result
+
+
 class Outbox:
     """Collects ops, numbers batches, and hands each result to the one who asked."""
 
@@ -37,6 +43,12 @@ class Outbox:
 
     def holds(self, *kinds: type) -> bool:
         return any(isinstance(op, kinds) for op, _ in self._queued)
+
+    def sent(self, *kinds: type) -> bool:
+        """Whether the batch in flight has such an op."""
+        return self.in_flight is not None and any(
+            isinstance(op, kinds) for op in self.in_flight.ops
+        )
 
     def retract(self, matches: Callable[[ops.Op], bool]) -> None:
         """Take back queued ops that were not sent."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.chunking import first_shares, reserved_for_short
 from scheduler_svc.core.decoding import DecodingStrategy
 from scheduler_svc.core.ops import AdmitMember
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.shared_prefix import PrefixesUnderWay
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class View:
-    """What the planner may know."""
+    """What the planner may know.
+
+    held_back: tenants that have all their quota allows; nobody of theirs is admitted.
+    """
 
     running: SequenceOf[SequenceGroup]
     waiting: SequenceOf[SequenceGroup]
     num_free_blocks: int
     num_blocks: int
     block_size: int
+    held_back: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Planner:
         decoding: DecodingStrategy,
         watermark: float,
         *,
-        use_prefix_cache: bool = False,
+        use_prefix_cache: bool,
     ) -> None:
         """`watermark`: share of the pool that an admission must leave free, in [0, 1)."""
         self._use_prefix_cache = use_prefix_cache
@@ -110,7 +116,7 @@ class Planner:
         self._decoding = decoding
         self._watermark = watermark
 
-    def plan(self, view: View, budget: Budget, *, may_admit: bool = True) -> StepPlan:
+    def plan(self, view: View, budget: Budget) -> StepPlan:
         """Decodes first, then prompts under way, then admissions in the policy's order."""
         plan = StepPlan()
         tokens_left = budget.max_num_batched_tokens
@@ -119,13 +125,41 @@ class Planner:
             for group in self._policy.running_order(view.running)
             for sequence in group.live
         ]
-        decoding = [s for s in running if s.num_unscheduled_tokens == 1]
+        for sequence in running:
+            if sequence.num_unscheduled_tokens == 1:
+                tokens_left -= self._add_row(plan, sequence, tokens_left)
         prefilling = [s for s in running if s.num_unscheduled_tokens > 1]
-        for sequence in (*decoding, *prefilling):
-            tokens_left -= self._add_row(plan, sequence, tokens_left)
-        if may_admit:
-            self._admit(plan, view, budget, tokens_left)
+        tokens_left -= self._add_chunks(plan, prefilling, tokens_left, bool(view.waiting))
+        tokens_left -= self._admit(plan, view, budget, tokens_left)
+        self._lengthen(plan, prefilling, tokens_left)
         return plan
+
+    def _add_chunks(
+        self, plan: StepPlan, prefilling: SequenceOf[Sequence], tokens_left: int, others_wait: bool
+    ) -> int:
+        """Rows for prompts under way; the tokens they took."""
+        wanted = [sequence.num_unscheduled_tokens for sequence in prefilling]
+        reserved = reserved_for_short(tokens_left, len(prefilling) + others_wait)
+        shares = first_shares(wanted, tokens_left, reserved)
+        return sum(
+            self._add_row(plan, sequence, share)
+            for sequence, share in zip(prefilling, shares, strict=True)
+        )
+
+    def _lengthen(self, plan: StepPlan, prefilling: SequenceOf[Sequence], tokens_left: int) -> None:
+        """What nobody else could use goes to the prompts under way. Their blocks were all given
+        when they were admitted."""
+        chunks = {id(row.sequence): at for at, row in enumerate(plan.rows)}
+        for sequence in prefilling:
+            at = chunks.get(id(sequence))
+            if at is None:
+                tokens_left -= self._add_row(plan, sequence, tokens_left)
+                continue
+            row = plan.rows[at]
+            more = min(sequence.num_unscheduled_tokens - row.num_input_tokens, tokens_left)
+            if more > 0 and not _must_wait_for_commit(sequence, row.num_input_tokens + more):
+                plan.rows[at] = self._row(sequence, row.num_input_tokens + more)
+                tokens_left -= more
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens_left: int) -> int:
         """Append a row of at most `tokens_left` tokens; the number it took."""
@@ -164,11 +198,18 @@ class Planner:
         in_step = sum(row.num_input_tokens for row in plan.rows if row.sequence is source)
         return source.num_scheduled_tokens + in_step >= sequence.prefix_source_tokens
 
-    def _admit(self, plan: StepPlan, view: View, budget: Budget, tokens_left: int) -> None:
+    def _admit(self, plan: StepPlan, view: View, budget: Budget, num_tokens: int) -> int:
+        """Admit whom there is room for, and add their rows; the tokens they took."""
+        tokens_left = num_tokens
         seats = budget.max_num_seqs - sum(group.num_seats for group in view.running)
         free = view.num_free_blocks - self._growth(plan, view.block_size)
         num_running = len(plan.rows)
+        under_way = PrefixesUnderWay(
+            view.running if self._use_prefix_cache else (), view.block_size
+        )
         for group in self._policy.admission_order(view.waiting):
+            if group.request.tenant in view.held_back or under_way.will_serve(group):
+                continue
             members = admit_members(group, view.block_size, use_prefix_cache=self._use_prefix_cache)
             needed = sum(
                 -(-member.num_slots // view.block_size) - member.num_shared_blocks
@@ -179,12 +220,15 @@ class Planner:
             # One block a running sequence, so that an admission is not undone at once.
             spare = 0 if alone else max(int(self._watermark * view.num_blocks), num_running)
             if tokens_left < 1 or group.num_seats > seats or needed + spare > free:
-                return
+                break
             plan.admissions.append(Admission(group, members))
             tokens_left -= self._add_row(plan, group.live[0], tokens_left)
             seats -= group.num_seats
             free -= needed
             num_running += group.num_seats
+            if self._use_prefix_cache:
+                under_way.add(group)
+        return num_tokens - tokens_left
 
     @staticmethod
     def _growth(plan: StepPlan, block_size: int) -> int:

@@ -14,7 +14,10 @@ from scheduler_svc.core.stopping import FinishReason, StopChecker
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request. `spec` is what another scheduler would need to go on with it."""
+    """A checked request. `spec` is what another scheduler would need to go on with it.
+
+    request_id: unique among all tenants' live requests; what its caller calls it is the shell's.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -27,6 +30,8 @@ class Request:
     attach_secret_digest: bytes = b""
     # How long it is kept while no caller is attached.
     detach_ttl_ms: int = 0
+    # Cached prefixes are shared among requests of one tenant with the same salt only.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)

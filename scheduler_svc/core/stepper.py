@@ -15,20 +15,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from scheduler_svc.core import adoption, events, ops
 from scheduler_svc.core.decoding import DecodingStrategy, ForkInto
-from scheduler_svc.core.outbox import Outbox, expect_ok
+from scheduler_svc.core.lookahead import Lookahead
+from scheduler_svc.core.outbox import Outbox, expect_ok, expect_room_or_none
 from scheduler_svc.core.planner import Budget, Planner, Row, StepPlan, View
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
 from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
 from scheduler_svc.core.stopping import FinishReason
 from scheduler_svc.core.worker_mirror import WorkerMirror
-
-# How far ahead of a sequence its slots are reserved. Two steps are in flight, and one batch.
-LOOKAHEAD_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,13 @@ class Stepper:
         self._num_blocks = connected.num_blocks
         self._levels = connected.levels
         self._freed_estimate = 0
+        self._lookahead = Lookahead(self.outbox, connected.block_size)
         self._plan: StepPlan | None = None
         self._starved: list[SequenceGroup] = []
+        # Those of them whose tenant has all that its quota allows.
+        self._starved_by_quota: list[SequenceGroup] = []
+        # Tenants of whom nobody is admitted until one of theirs gives blocks back.
+        self._held_back: set[str] = set()
         # Issued steps that have not come back, oldest first, by step id.
         self._executing: deque[tuple[int, StepPlan]] = deque()
         self._max_inflight_steps = connected.max_inflight_steps
@@ -89,6 +90,8 @@ class Stepper:
 
     def on_batch_applied(self, result: ops.BatchResult) -> None:
         self._levels, self._freed_estimate = result.levels, 0
+        if self._held_back and self.outbox.sent(ops.Free, ops.Preempt):
+            self._held_back.clear()
         self.mirror.take_deltas(result)
         self.outbox.settle(result)
 
@@ -213,11 +216,12 @@ class Stepper:
                 self._levels.num_free_blocks + self._freed_estimate,
                 self._num_blocks,
                 self.block_size,
+                frozenset(self._held_back),
             ),
             self._strategies.budget,
         )
         if not plan.rows:
-            self._rest(waiting)
+            self._rest(running, waiting)
         elif not (plan.admissions or plan.reserving()):
             self._execute(plan)
         elif not self.outbox.in_flight:
@@ -233,22 +237,22 @@ class Stepper:
             )
         self._send_batch(prepares_step=True)
 
-    def _rest(self, waiting: list[SequenceGroup]) -> None:
+    def _rest(self, running: list[SequenceGroup], waiting: list[SequenceGroup]) -> None:
         """Nothing can run: flush what is queued, and free what only an acknowledgement holds."""
         if self.outbox.in_flight or self.outbox or self._executing:
             self._flush()
-        elif waiting and self._levels.num_free_blocks == self._num_blocks:
-            # The whole pool is free and the first in line still does not fit: it never will.
+        elif waiting and not running and not self._levels.num_quarantined_blocks:
+            # Nobody has anything that could come back and the first in line does not fit (beside
+            # what is pinned, or in its tenant's quota): it never will.
             self.end_group(
                 self._strategies.policy.admission_order(waiting)[0], FinishReason.KV_CAPACITY
             )
             self._send_batch()
         elif self._levels.num_quarantined_blocks and self.outbox.news(self._acknowledged_step):
             self._send_batch()
-        elif waiting and self._levels.num_quarantined_blocks:
-            # They wait for the step being prepared, which a session before this one could have
-            # issued. It did not, and with nothing to run nobody will: it counts as done.
-            self.mirror.forget_copies()
+        elif self._levels.num_quarantined_blocks and not self.mirror.forget_copies():
+            # They wait for the step being prepared, of which nothing is left to run, or which a
+            # session before this one could have issued. Nobody will: it counts as done.
             self._last_step_id += 1
             self._acknowledged_step = self._last_step_id
             self._send_batch()
@@ -262,11 +266,11 @@ class Stepper:
     def _on_reserved(
         self, by_group: list[tuple[SequenceGroup, list[Row]]], result: ops.OpResult
     ) -> None:
-        assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
-        failed = set(result.failed_groups)
+        expect_room_or_none(result)
+        failed, by_quota = set(result.failed_groups), set(result.quota_groups)
         for index, (group, rows) in enumerate(by_group):
             if index in failed:
-                self._starved.append(group)
+                (self._starved_by_quota if index in by_quota else self._starved).append(group)
                 continue
             for row in rows:
                 sequence = row.sequence
@@ -277,6 +281,8 @@ class Stepper:
         if result.status in (ops.OpStatus.NO_FREE_BLOCKS, ops.OpStatus.TENANT_QUOTA):
             # The free count was an estimate; it waits on, where it stood.
             self._plan = self._plan.without({id(group)})
+            if result.status is ops.OpStatus.TENANT_QUOTA:
+                self._held_back.add(group.request.tenant)
             return
         assert result.status is ops.OpStatus.OK, result
         group.move_to(GroupStatus.RUNNING)
@@ -290,31 +296,43 @@ class Stepper:
     def _go_on_with_plan(self, plan: StepPlan) -> None:
         """The step's blocks were asked for: execute it, or make room and ask again."""
         starved = [g for g in self._starved if g.status is GroupStatus.RUNNING]
-        self._starved = []
+        by_quota = [g for g in self._starved_by_quota if g.status is GroupStatus.RUNNING]
+        self._starved, self._starved_by_quota = [], []
+        if by_quota and self._executing:
+            plan, by_quota = self._wait(plan, by_quota), []
         if starved and (self._executing or self._levels.num_quarantined_blocks):
             # Blocks are coming, or others have to wait until room can be made: preempt nobody.
-            self._draining = bool(self._executing)
-            plan = plan.without({id(group) for group in starved})
-            starved = []
-        if not starved:
+            plan, starved = self._wait(plan, starved), []
+        if not (starved or by_quota):
             self._plan = None
             self._execute(plan)
-        elif self.outbox.holds(ops.Free, ops.Fork):
-            # Somebody ended meanwhile, whose blocks go back with the next batch: ask again before
-            # anybody has to go. And children that are yet to be named cannot go with their parent.
-            self._ask_again(plan, starved)
-        else:
-            self._make_room(plan, starved)
+            return
+        # When somebody ended meanwhile, whose blocks go back with the next batch, ask again before
+        # anybody has to go. And children that are yet to be named cannot go with their parent.
+        if not self.outbox.holds(ops.Free, ops.Fork):
+            victim = self._make_room(starved, by_quota)
+            plan = plan.without({id(victim)})
+        self._ask_again(plan, [*starved, *by_quota])
 
-    def _make_room(self, plan: StepPlan, starved: list[SequenceGroup]) -> None:
-        victim = self._strategies.policy.victim(self._groups_in(GroupStatus.RUNNING))
-        if victim.live and self._groups_in(GroupStatus.RUNNING) == [victim]:
+    def _wait(self, plan: StepPlan, starved: list[SequenceGroup]) -> StepPlan:
+        """The plan without those who got no blocks; they ask again once the steps are done."""
+        self._draining = bool(self._executing)
+        return plan.without({id(group) for group in starved})
+
+    def _make_room(
+        self, starved: list[SequenceGroup], by_quota: list[SequenceGroup]
+    ) -> SequenceGroup:
+        """Somebody gives way, and is returned: of the same tenant, where its quota is full."""
+        running = self._groups_in(GroupStatus.RUNNING)
+        if not starved:
+            tenant = by_quota[0].request.tenant
+            running = [group for group in running if group.request.tenant == tenant]
+        victim = self._strategies.policy.victim(running)
+        if running == [victim]:
             self.end_group(victim, FinishReason.KV_CAPACITY)
         else:
             self._preempt(victim)
-        self._ask_again(
-            plan.without({id(victim)}), [group for group in starved if group is not victim]
-        )
+        return victim
 
     def _ask_again(self, plan: StepPlan, starved: list[SequenceGroup]) -> None:
         """Reserve once more for the groups of the plan that got no blocks."""
@@ -350,79 +368,22 @@ class Stepper:
         self._advance()
 
     def _send_batch(self, *, prepares_step: bool = False) -> None:
-        self._top_up()
+        self._lookahead.top_up(
+            self._groups_in(GroupStatus.RUNNING),
+            self._plan.rows if self._plan is not None else (),
+            self._levels.num_free_blocks,
+        )
         batch = self.outbox.send(
             self._last_step_id + 1, self._acknowledged_step, prepares_step=prepares_step
         )
         links = _links(self._plan.rows) if prepares_step and self._plan is not None else ()
         self._commands.append(events.ApplyBatch(batch, links))
 
-    # ---- lookahead ----
-
-    def _top_up(self) -> None:
-        """Reserve the slots of coming steps, while there are plenty, so that none waits for them.
-
-        Only for sequences that write in blocks of their own: then new blocks come at the end of
-        their tables, and no step in flight or about to be issued is concerned.
-        """
-        asked = {id(row.sequence) for row in self._plan.rows} if self._plan is not None else set()
-        needy = [
-            sequence
-            for group in self._groups_in(GroupStatus.RUNNING)
-            for sequence in group.live
-            if id(sequence) not in asked and self._runs_short(sequence)
-        ]
-        if not needy or self._levels.num_free_blocks < 2 * len(needy) + self._num_running():
-            return
-        slots = [
-            min(sequence.num_scheduled_tokens + LOOKAHEAD_TOKENS, _num_slots_at_end(sequence))
-            for sequence in needy
-        ]
-        self.outbox.add(
-            ops.Reserve(
-                np.array([sequence.sequence_id for sequence in needy], np.uint64),
-                np.array(slots, np.int32),
-                np.ones(len(needy), np.int32),
-            ),
-            lambda result: self._on_topped_up(needy, result),
-        )
-
-    def _num_running(self) -> int:
-        return sum(len(group.live) for group in self._groups_in(GroupStatus.RUNNING))
-
-    @staticmethod
-    def _runs_short(sequence: Sequence) -> bool:
-        """Whether it writes in a block of its own that is nearly full, and will go on after it.
-
-        Before it has forked, or has computed what its siblings wait for, there may be blocks ahead
-        of it that it shares.
-        """
-        group = sequence.group
-        num_prompt_tokens = len(group.request.prompt_token_ids)
-        if not group.forked or sequence.num_computed_tokens < num_prompt_tokens:
-            return False
-        left = sequence.num_writable_slots - sequence.num_scheduled_tokens
-        ends_later = sequence.num_writable_slots < _num_slots_at_end(sequence)
-        return 0 < left < LOOKAHEAD_TOKENS and ends_later
-
-    def _on_topped_up(self, sequences: list[Sequence], result: ops.OpResult) -> None:
-        assert result.status in (ops.OpStatus.OK, ops.OpStatus.NO_FREE_BLOCKS), result
-        failed = set(result.failed_groups)
-        for index, sequence in enumerate(sequences):
-            if index not in failed:
-                sequence.num_writable_slots = len(sequence.block_table) * self.block_size
-
 
 def _links(rows: list[Row]) -> tuple[str, ...]:
     """Trace contexts of the requests that have rows."""
     traceparents = (row.sequence.group.request.traceparent for row in rows)
     return tuple(dict.fromkeys(filter(None, traceparents)))
-
-
-def _num_slots_at_end(sequence: Sequence) -> int:
-    """Slots it can need; the model's length has room for them. The last token has none."""
-    request = sequence.group.request
-    return len(request.prompt_token_ids) + request.params.max_tokens - 1
 
 
 def _standing(sequence: Sequence) -> tuple[Sequence, int, float]:

@@ -12,7 +12,7 @@ def starve(world: World) -> None:
         asks = world.batch is not None and any(
             isinstance(op, ops.Reserve) for op in world.batch.ops
         )
-        if asks and world.memory.levels().num_free_blocks == 0:
+        if asks and world.num_unused_blocks == 0:
             return
         if world.batch is not None:
             world.finish_batch()
@@ -25,7 +25,7 @@ def test_an_abort_makes_room_before_the_last_one_left_is_ended() -> None:
     """The elder needs a third block and none is free. Alone it never needs more than three."""
     world = World(num_blocks=4)
     for name, seed in (("stays", 1), ("goes", 2)):
-        world.arrive(name, [1, 2, 3, 4], max_tokens=9, ignore_eos=True, seed=seed)
+        world.arrive(name, [seed, 11, 12, 13], max_tokens=9, ignore_eos=True, seed=seed)
     starve(world)
     world.abort("goes")
     world.run()
@@ -36,7 +36,7 @@ def test_an_abort_makes_room_before_the_last_one_left_is_ended() -> None:
 def test_an_abort_makes_room_before_anybody_is_preempted() -> None:
     world = World(num_blocks=6)
     for name, seed in (("stays", 1), ("goes", 2), ("too", 3)):
-        world.arrive(name, [1, 2, 3, 4], max_tokens=8, ignore_eos=True, seed=seed)
+        world.arrive(name, [seed, 11, 12, 13], max_tokens=8, ignore_eos=True, seed=seed)
     starve(world)
     world.abort("goes")
     world.run()

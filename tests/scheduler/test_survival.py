@@ -150,7 +150,7 @@ def test_a_result_waits_for_its_caller() -> None:
     world.run()
     world.kill_scheduler()
     world.run()
-    assert world.memory.levels().num_free_blocks == 60
+    assert world.num_unused_blocks == 60
     world.all_come_back()
     check(world)
 

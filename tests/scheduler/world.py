@@ -13,6 +13,8 @@ from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import Configure
+from kvmem_svc.core.tenants import Quota
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import SamplingParams
@@ -57,6 +59,7 @@ class World:
         block_size: int = 4,
         config: SchedulerConfig | None = None,
         max_inflight_steps: int = 2,
+        quota: Quota | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.config = config or SchedulerConfig(max_waiting=100)
@@ -65,6 +68,7 @@ class World:
         self.adopted: list[str] = []
         self.batch: ops.Batch | None = None
         self.max_inflight_steps = max_inflight_steps
+        self.quota = quota or Quota()
         # At the worker, oldest first, and the results of those executed that nobody has heard of.
         self.steps: deque[ops.Step] = deque()
         self.results: deque[ops.StepResult] = deque()
@@ -96,6 +100,7 @@ class World:
         self.memory = KvMemory(f"kvmem-{self.num_lives['kvmem']}", max_sequences=512)
         times = LeaseTimes(resume_grace_ms=0)
         self.gatekeeper = Gatekeeper(self.memory, times)
+        self.gatekeeper.configure(Configure(quota=self.quota))
 
     @property
     def worker_boot_id(self) -> str:
@@ -157,8 +162,17 @@ class World:
 
     # ---- callers ----
 
-    def arrive(self, request_id: str, prompt: list[int], **params: object) -> Caller:
-        request = Request(request_id, tuple(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+    def arrive(
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        tenant: str = "default",
+        cache_salt: str = "",
+        **params: object,
+    ) -> Caller:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        request = Request(request_id, tuple(prompt), sampling, tenant, cache_salt=cache_salt)
         caller = self.callers[request_id] = Caller(request)
         self._handle(events.RequestArrived(request))
         return caller
@@ -260,13 +274,18 @@ class World:
         assert self.machine.idle
         assert stats.num_requests == 0
         assert stats.num_sequences == 0
-        levels = stats.levels
-        assert levels.num_free_blocks + levels.num_cached_blocks == self.num_blocks
+        assert self.num_unused_blocks == self.num_blocks
         # The worker hears with the next step of what it may forget.
         self.arrive("last", [1], max_tokens=1)
         self.run()
         assert len(self.worker.known) == 1
         del self.callers["last"]
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """Free, or kept for their content alone."""
+        levels = self.memory.levels()
+        return levels.num_free_blocks + levels.num_cached_blocks
 
     def assert_right(self, caller: Caller) -> None:
         """Every candidate is what it would be alone, token for token."""
