@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from kvmem_svc.core import batch as b
 from kvmem_svc.core.errors import InvalidBatch
 from kvmem_svc.core.memory import PoolStats
-from kvmem_svc.core.mutations import PendingCopy, Pin, PoolConfirmed, Reply
+from kvmem_svc.core.mutations import PendingCopy, PendingSwap, Pin, PoolConfirmed, Reply
 from kvmem_svc.core.prefix_cache import Domain
 from kvmem_svc.core.session import SessionLedger
 from kvmem_svc.core.views import AdoptedRequest, AdoptedSequence, SequenceSummary, SequenceView
@@ -163,6 +163,10 @@ _OP_FROM_PB: Mapping[str, Callable[[Any], b.Op]] = {
     "append": _append,
     "fork": _fork,
     "preempt": lambda op: b.Preempt(list(op.sequence_ids)),
+    "swap_out": lambda op: b.SwapOut(list(op.sequence_ids)),
+    "swap_in": lambda op: b.SwapIn(
+        [b.SwapInMember(m.sequence_id, m.num_slots) for m in op.members]
+    ),
     "free": lambda op: b.Free(list(op.sequence_ids), op.finish_reason),
     "confirm": lambda op: b.Confirm(op.request_id),
 }
@@ -198,6 +202,7 @@ def levels_to_pb(levels: b.PoolLevels) -> types_pb2.PoolLevels:
         num_quarantined_blocks=levels.num_quarantined_blocks,
         num_reserved_blocks=levels.num_reserved_blocks,
         num_free_sequences=levels.num_free_sequences,
+        num_free_host_blocks=levels.num_free_host_blocks,
     )
 
 
@@ -217,6 +222,12 @@ def result_to_pb(result: b.BatchResult) -> pb.BatchResult:
     if copies.src_block_ids.size:
         message.copies.src_block_ids = copies.src_block_ids.tobytes()
         message.copies.dst_block_ids = copies.dst_block_ids.tobytes()
+    if result.swap_ins.src_block_ids.size:
+        message.swap_ins.src_block_ids = result.swap_ins.src_block_ids.tobytes()
+        message.swap_ins.dst_block_ids = result.swap_ins.dst_block_ids.tobytes()
+    if result.swap_outs.src_block_ids.size:
+        message.swap_outs.src_block_ids = result.swap_outs.src_block_ids.tobytes()
+        message.swap_outs.dst_block_ids = result.swap_outs.dst_block_ids.tobytes()
     return message
 
 
@@ -243,13 +254,10 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
             message.arrived.candidate_sequence_ids.extend(candidate_sequence_ids)
         case b.Admitted(tables):
             message.admitted.SetInParent()
-            for table in tables:
-                message.admitted.tables.add(
-                    sequence_id=table.sequence_id,
-                    block_ids=table.block_ids.tobytes(),
-                    table_version=table.table_version,
-                    num_computed_tokens=table.num_computed_tokens,
-                )
+            message.admitted.tables.extend(map(_table_to_pb, tables))
+        case b.SwappedIn(tables):
+            message.swapped_in.SetInParent()
+            message.swapped_in.tables.extend(map(_table_to_pb, tables))
         case b.Forked(child_sequence_ids, block_ids, table_version):
             message.forked.child_sequence_ids.extend(child_sequence_ids)
             message.forked.block_ids = block_ids.tobytes()
@@ -260,22 +268,37 @@ def _op_result_to_pb(result: b.OpResult) -> pb.OpResult:
     return message
 
 
+def _table_to_pb(table: b.BlockTable) -> pb.SequenceTable:
+    return pb.SequenceTable(
+        sequence_id=table.sequence_id,
+        block_ids=table.block_ids.tobytes(),
+        table_version=table.table_version,
+        num_computed_tokens=table.num_computed_tokens,
+    )
+
+
 _OK = _op_result_to_pb(b.OK)
 
 
 def pool_confirmed_to_pb(
     confirmed: PoolConfirmed, fence: b.Fence, levels: b.PoolLevels
 ) -> pb.AttachPoolReply:
-    copies: tuple[PendingCopy, ...] = confirmed.pending_copies
+    copies = confirmed.pending_copies
     return pb.AttachPoolReply(
         fence=fence_to_pb(fence),
         levels=levels_to_pb(levels),
         is_new_pool=confirmed.is_new_pool,
-        pending_copies=types_pb2.BlockCopies(
-            src_block_ids=pack([one.src_block_id for one in copies], I32),
-            dst_block_ids=pack([one.dst_block_id for one in copies], I32),
-        ),
+        pending_copies=_pairs_to_pb(copies),
         pending_copy_sequence_ids=pack([one.sequence_id for one in copies], U64),
+        pending_swap_ins=_pairs_to_pb(confirmed.pending_swap_ins),
+        pending_swap_outs=_pairs_to_pb(confirmed.pending_swap_outs),
+    )
+
+
+def _pairs_to_pb(pairs: Sequence[PendingCopy | PendingSwap]) -> types_pb2.BlockCopies:
+    return types_pb2.BlockCopies(
+        src_block_ids=pack([one.src_block_id for one in pairs], I32),
+        dst_block_ids=pack([one.dst_block_id for one in pairs], I32),
     )
 
 
@@ -369,4 +392,6 @@ def stats_to_pb(stats: PoolStats, ledger: SessionLedger) -> pb.PoolStats:
         num_evictions=stats.num_evictions,
         num_pins=stats.num_pins,
         num_tenants=stats.num_tenants,
+        num_swapped_out_blocks=stats.num_swapped_out_blocks,
+        num_swapped_in_blocks=stats.num_swapped_in_blocks,
     )

@@ -312,7 +312,9 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
             last_executed_step=request.last_executed_step,
+            num_host_blocks=geometry.num_host_blocks,
             num_pending_copies=len(confirmed.pending_copies),
+            num_pending_swaps=len(confirmed.pending_swap_ins) + len(confirmed.pending_swap_outs),
         )
         if confirmed.is_new_pool:
             self._publish_snapshot()

@@ -67,7 +67,7 @@ class BatchTracer:
             elif isinstance(op, b.Confirm) and op_result.status == b.OpStatus.OK:
                 confirmed.append(op.request_id)
             for request_id in requests:
-                name = f"kvmem.{type(op).__name__.lower()}"
+                name = f"kvmem.{b.op_name(op)}"
                 self._record_in_request(name, request_id, span_ns, _of_op(op), op_result)
         for request_id, num_copies in self._copies_by_request(result).items():
             attributes = {"octavo.num_copied_blocks": num_copies}
@@ -118,8 +118,10 @@ def _sequences_of(op: b.Op) -> Sequence[int]:
             return [member.sequence_id for member in members]
         case b.Fork(sequence_id):
             return [sequence_id]
-        case b.Preempt(sequence_ids) | b.Free(sequence_ids):
+        case b.Preempt(sequence_ids) | b.SwapOut(sequence_ids) | b.Free(sequence_ids):
             return sequence_ids
+        case b.SwapIn(members):
+            return [member.sequence_id for member in members]
         case _:
             return ()
 
@@ -133,6 +135,8 @@ def _of_op(op: b.Op) -> Attributes:
                 "octavo.num_slots": sum(member.num_slots for member in members),
                 "octavo.num_shared_blocks": sum(m.num_shared_blocks for m in members),
             }
+        case b.SwapIn(members):
+            return {"octavo.num_slots": sum(member.num_slots for member in members)}
         case b.Fork():
             return {"octavo.num_children": op.num_children}
         case b.Free() if op.finish_reason in b.FINISH_REASONS:
@@ -149,6 +153,8 @@ def _of_batch(batch: b.Batch, result: b.BatchResult) -> Attributes:
         "octavo.num_allocated_blocks": result.num_allocated_blocks,
         "octavo.num_freed_blocks": result.num_freed_blocks,
         "octavo.num_copied_blocks": int(result.copies.src_block_ids.size),
+        "octavo.num_swapped_in_blocks": int(result.swap_ins.src_block_ids.size),
+        "octavo.num_swapped_out_blocks": int(result.swap_outs.src_block_ids.size),
         "octavo.num_free_blocks": result.levels.num_free_blocks,
         "octavo.num_in_use_blocks": result.levels.num_in_use_blocks,
         "octavo.num_quarantined_blocks": result.levels.num_quarantined_blocks,

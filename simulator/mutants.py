@@ -63,10 +63,11 @@ class MutationError(Exception):
 POOL = "kvmem_svc.core.pool"
 SLOTS = "kvmem_svc.core.slots"
 SESSION = "kvmem_svc.core.session"
-MANAGER = "kvmem_svc.core.manager"
+FORK = "kvmem_svc.core.fork"
+MOVES = "kvmem_svc.core.moves"
 MEMORY = "kvmem_svc.core.memory"
 GATEKEEPER = "kvmem_svc.core.gatekeeper"
-STATE = "kvmem_svc.core.state"
+STATE = "kvmem_svc.core.state_replies"
 MACHINE = "scheduler_svc.core.machine"
 PLANNER = "scheduler_svc.core.planner"
 STEPPER = "scheduler_svc.core.stepper"
@@ -84,7 +85,7 @@ MUTANTS = (
     # The memory service.
     _mutant(
         "a freed block skips the quarantine",
-        (POOL, "if newest_issued_step <= self._acknowledged_step:", "if True:"),
+        (POOL, "        if moves.nothing_in_flight:", "        if True:"),
     ),
     _mutant(
         "quarantine ends a step too early",
@@ -96,11 +97,11 @@ MUTANTS = (
     ),
     _mutant(
         "blocks of a copy under way are not held",
-        (POOL, "        if copies:\n            in_copy", "        if False:\n            in_copy"),
+        (POOL, "        if touched.size:", "        if False:"),
     ),
     _mutant(
         "fork without references",
-        (MANAGER, "self.pool.reference(blocks, op.num_children)", "self.pool.reference(blocks, 0)"),
+        (FORK, "pool.reference(blocks, op.num_children)", "pool.reference(blocks, 0)"),
     ),
     _mutant(
         "no copy on write",
@@ -112,7 +113,7 @@ MUTANTS = (
     ),
     _mutant(
         "copy on write leaves out one writer",
-        (SLOTS, "pool.ref_counts[grouped] - 1 +", "pool.ref_counts[grouped] - 2 +"),
+        (SLOTS, "pool.ref_counts[block_id] - 1 +", "pool.ref_counts[block_id] - 2 +"),
     ),
     _mutant(
         "reserve forgets the table version",
@@ -142,7 +143,7 @@ MUTANTS = (
     # The memory service, taken over and recovered.
     _mutant(
         "a takeover forgets the copies that nobody made",
-        (POOL, "if step > last_executed_step:", "if False:"),
+        (MOVES, "if step > last_executed_step:", "if False:"),
     ),
     _mutant(
         "blocks come back while the former session's step runs",
@@ -150,7 +151,7 @@ MUTANTS = (
             MEMORY,
             "        return self.ledger.grant(",
             "        if self.manager is not None:\n"
-            "            self.manager.pool.begin_step(self.last_step_id + 1, self.last_step_id)\n"
+            "            self.manager.begin_step(self.last_step_id + 1, self.last_step_id)\n"
             "        return self.ledger.grant(",
         ),
     ),

@@ -32,6 +32,7 @@ class OpStatus(IntEnum):
     INVALID_STATE = 7
     INVALID_ARGUMENT = 8
     TENANT_QUOTA = 9
+    NO_FREE_HOST_BLOCKS = 10
 
 
 class FinishReason(IntEnum):
@@ -161,6 +162,26 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Running sequences of one request."""
+
+    sequence_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapInMember:
+    sequence_id: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Swapped sequences of one request."""
+
+    members: Sequence[SwapInMember]
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     sequence_ids: Sequence[int]
     finish_reason: int = FinishReason.UNSPECIFIED
@@ -171,7 +192,12 @@ class Confirm:
     request_id: str
 
 
-Op = Arrive | Admit | Commit | Reserve | Append | Fork | Preempt | Free | Confirm
+Op = Arrive | Admit | Commit | Reserve | Append | Fork | Preempt | SwapOut | SwapIn | Free | Confirm
+
+
+def op_name(op: Op) -> str:
+    """As on the wire: "swap_out" of a SwapOut."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(op).__name__)[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +244,11 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class SwappedIn:
+    tables: Sequence[BlockTable]
+
+
+@dataclass(frozen=True, slots=True)
 class Forked:
     """block_ids and table_version: the table that every child starts with."""
 
@@ -235,11 +266,14 @@ class Reserved:
     quota_groups: Column = field(default_factory=lambda: NO_INT32)
 
 
+OpValue = Arrived | Admitted | SwappedIn | Forked | Reserved
+
+
 @dataclass(frozen=True, slots=True)
 class OpResult:
     status: OpStatus
     message: str = ""
-    value: Arrived | Admitted | Forked | Reserved | None = None
+    value: OpValue | None = None
 
 
 OK = OpResult(OpStatus.OK)
@@ -263,7 +297,7 @@ NO_DELTAS = TableDeltas(NO_UINT64, NO_INT32, NO_INT32, NO_UINT32)
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copy-on-write pairs. No destination is repeated and none is also a source."""
+    """Pairs of blocks, int32[C] each. No destination is repeated and none is also a source."""
 
     src_block_ids: Column
     dst_block_ids: Column
@@ -282,11 +316,16 @@ class PoolLevels:
     num_quarantined_blocks: int = 0
     num_reserved_blocks: int = 0
     num_free_sequences: int = 0
+    num_free_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """num_allocated_blocks and num_freed_blocks: what this batch took and gave back."""
+    """num_allocated_blocks and num_freed_blocks: what this batch took and gave back.
+
+    swap_ins: from host blocks to blocks of the pool, before the copies of the same step; swap_outs:
+    the other way, after them.
+    """
 
     batch_seq: int
     results: Sequence[OpResult]
@@ -295,3 +334,5 @@ class BatchResult:
     levels: PoolLevels
     num_allocated_blocks: int = 0
     num_freed_blocks: int = 0
+    swap_ins: BlockCopies = NO_COPIES
+    swap_outs: BlockCopies = NO_COPIES

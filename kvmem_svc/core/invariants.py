@@ -9,29 +9,39 @@ from typing import NoReturn
 import numpy as np
 
 from kvmem_svc.core.errors import InvariantViolation
+from kvmem_svc.core.host_tier import HostTier
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.prefix_cache import KEY_BYTES
 from kvmem_svc.core.sequences import SequenceTable, Status
 
 
-def check_levels(pool: BlockPool) -> None:
-    """Each count is kept on its own; together they are the pool."""
+def check_levels(manager: BlockManager) -> None:
+    """Each count is kept on its own; together they are the pool, and the host tier."""
+    pool, host = manager.pool, manager.host
     counts = (pool.num_free, pool.num_cached, pool.num_in_use, pool.num_quarantined)
     if sum(counts) != pool.num_blocks or min(counts) < 0:
         _violated(
             f"free {pool.num_free} + cached {pool.num_cached} + in use {pool.num_in_use} +"
             f" quarantined {pool.num_quarantined} is not {pool.num_blocks}"
         )
+    counts = (host.num_free, host.num_in_use, host.num_quarantined)
+    if sum(counts) != host.num_blocks or min(counts) < 0:
+        _violated(
+            f"of the host tier free {host.num_free} + in use {host.num_in_use} + quarantined"
+            f" {host.num_quarantined} is not {host.num_blocks}"
+        )
 
 
 def check_integrity(manager: BlockManager) -> None:
     """Raises InvariantViolation with what does not balance. O(blocks ever used)."""
-    check_levels(manager.pool)
+    check_levels(manager)
     _check_sequences(manager.sequences, manager)
     held = _held_counts(manager)
     _check_references(manager.pool, held)
     _check_each_block_is_once(manager.pool, held)
+    _check_host_blocks(manager.host, manager.sequences)
+    _check_moves(manager)
     _check_writers(manager.pool, manager.sequences)
     _check_cache(manager.pool)
     _check_chains(manager.sequences)
@@ -83,13 +93,53 @@ def _check_each_block_is_once(pool: BlockPool, held: np.ndarray) -> None:
         )
 
 
+def _check_host_blocks(host: HostTier, table: SequenceTable) -> None:
+    """Each is free, in quarantine, or of as many swapped sequences as its count says."""
+    used = host.num_ever_used
+    if not set(table.swap_maps) <= set(table.live_rows().tolist()):
+        _violated("a row has a swap map and no sequence")
+    entries = [swap_map.host_blocks for swap_map in table.swap_maps.values()]
+    held = np.bincount(np.concatenate([np.zeros(0, np.int32), *entries]), minlength=used)
+    if held.size > used or not np.array_equal(held, host.ref_counts[:used]):
+        _violated("host blocks have other references than the swap maps that name them")
+    free = np.bincount(host.free_blocks(), minlength=used)
+    quarantined = np.bincount(host.quarantined_blocks(), minlength=used)
+    wrong = np.flatnonzero(free + quarantined + (held > 0) != 1)
+    if wrong.size:
+        block = int(wrong[0])
+        _violated(
+            f"{wrong.size} host blocks are not in exactly one place; {block} is {free[block]}"
+            f" times free, {quarantined[block]} times in quarantine, and {held[block]} swapped"
+            " sequences have it"
+        )
+    if int(quarantined.sum()) != host.num_quarantined:
+        _violated(
+            f"{int(quarantined.sum())} host blocks are in quarantine, not {host.num_quarantined}"
+        )
+
+
+def _check_moves(manager: BlockManager) -> None:
+    """What a step is to read or write with its copies and swaps is held: it is not free."""
+    pool, host = manager.pool, manager.host
+    for step, moves in pool.moves.by_step.items():
+        blocks, host_blocks = moves.blocks(), moves.host_blocks()
+        if np.isin(blocks, pool.free_blocks()).any() or pool.is_cached(blocks).any():
+            _violated(f"a block that step {step} copies or swaps is free")
+        if np.isin(host_blocks, host.free_blocks()).any():
+            _violated(f"a host block that step {step} swaps is free")
+
+
 def _check_sequences(table: SequenceTable, manager: BlockManager) -> None:
     rows = table.live_rows()
-    capacity = table.table_len[rows] * table.block_size
-    waiting = table.status[rows] == Status.WAITING
+    in_host = np.array([table.num_host_blocks(row) for row in rows.tolist()], np.int32)
+    capacity = (table.table_len[rows] + in_host) * table.block_size
+    status, has_blocks = table.status[rows], table.table_len[rows] != 0
+    swapped = status == Status.SWAPPED
     checks = {
-        "is neither waiting nor running": ~waiting & (table.status[rows] != Status.RUNNING),
-        "waits and has blocks": waiting & (table.table_len[rows] != 0),
+        "is not live": ~np.isin(status, (Status.WAITING, Status.RUNNING, Status.SWAPPED)),
+        "waits or is swapped and has blocks": (status != Status.RUNNING) & has_blocks,
+        "runs without blocks": (status == Status.RUNNING) & ~has_blocks,
+        "is swapped and nowhere, or in the host tier and not swapped": swapped != (in_host > 0),
         "has more computed than slots": table.num_computed[rows] > capacity,
         "has more computed than tokens": table.num_computed[rows] > table.length[rows],
         "is longer than the model": table.length[rows] > table.max_model_len + 1,

@@ -8,7 +8,6 @@ and from there on it cannot fail. So there is never half an op to undo.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,27 @@ from kvmem_svc.core.admission import AdmissionPlan, commit_admission, plan_admis
 from kvmem_svc.core.arrival import commit_arrival, plan_arrival
 from kvmem_svc.core.batch import OK, OpResult, OpStatus, PoolGeometry
 from kvmem_svc.core.errors import NoFreeBlocks, OpMistake, TenantQuota
+from kvmem_svc.core.fork import commit_fork, plan_fork
+from kvmem_svc.core.host_tier import HostTier
 from kvmem_svc.core.limits import MAX_PINS, MAX_RECORDS_PER_SEQUENCE
 from kvmem_svc.core.mutations import Configure, Expired, Pin, Pinned
 from kvmem_svc.core.pins import HeldPrefix
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.prefix_cache import Chain, Domain
 from kvmem_svc.core.publication import Filled, filled_blocks, publish
+from kvmem_svc.core.quotas import exceeds, too_many_blocks, too_many_sequences
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
-from kvmem_svc.core.sequences import RUNNING, SequenceTable, Status, require
-from kvmem_svc.core.slots import (
-    SlotPlan,
-    StepEffects,
-    Verdict,
-    blocks_by_tenant,
-    commit_slots,
-    groups_that_fit,
-    plan_slots,
+from kvmem_svc.core.reservation import (
+    check_reserve,
+    commit_append,
+    plan_append,
+    reserve_what_fits,
 )
+from kvmem_svc.core.sequences import SequenceTable, Status, require
+from kvmem_svc.core.slots import StepEffects, commit_slots, plan_slots
+from kvmem_svc.core.swaps import commit_swap_in, commit_swap_out, plan_swap_in, plan_swap_out
 from kvmem_svc.core.tenants import Quota, Tenants
-from kvmem_svc.core.tokens import check_token_ids, commit_tokens, plan_commit
+from kvmem_svc.core.tokens import commit_tokens, plan_commit
 
 
 class BlockManager:
@@ -45,6 +46,7 @@ class BlockManager:
     def __init__(self, max_sequences: int, geometry: PoolGeometry) -> None:
         self.geometry = geometry
         self.pool = BlockPool(geometry.num_blocks, geometry.block_size)
+        self.host = HostTier(geometry.num_host_blocks, self.pool.moves)
         self.sequences = SequenceTable(max_sequences, geometry)
         self.requests: dict[str, RequestRecord] = {}
         self.tenants = Tenants()
@@ -64,6 +66,8 @@ class BlockManager:
             b.Append: self._append,
             b.Fork: self._fork,
             b.Preempt: self._preempt,
+            b.SwapOut: self._swap_out,
+            b.SwapIn: self._swap_in,
             b.Free: self._free,
             b.Confirm: self._confirm,
         }
@@ -98,11 +102,30 @@ class BlockManager:
         Raises MemoryError, with nothing changed.
         """
         pool = BlockPool(geometry.num_blocks, geometry.block_size)
+        host = HostTier(geometry.num_host_blocks, pool.moves)
         self.sequences.reshape(geometry)
         pool.reserve_tenants(self.tenants.capacity)
         pool.cache.enabled = self.pool.cache.enabled
-        self.pool, self.geometry = pool, geometry
+        self.pool, self.host, self.geometry = pool, host, geometry
         self.pins.clear()
+
+    def begin_step(self, step_id: int, acknowledged_step: int) -> None:
+        """Step `step_id` is being prepared; what waited for `acknowledged_step` is free."""
+        self.pool.begin_step(step_id, acknowledged_step)
+        self.host.begin_step(acknowledged_step)
+
+    def take_over(self, step_id: int, last_executed_step: int, acknowledged_step: int) -> None:
+        """A new epoch goes on with step `step_id`, the one that was being prepared or a later one.
+
+        Of the former epoch's steps those up to `last_executed_step` were executed, and no other
+        ever will be. The copies and swaps that those were to make become the next step's; what
+        they read and write stays held for it.
+        """
+        pool, host = self.pool, self.host
+        pending = pool.moves.take_over(step_id, last_executed_step, pool.ref_counts)
+        pool.hold_longer(pending.blocks(), step_id)
+        host.hold_longer(pending.host_blocks(), step_id)
+        self.begin_step(step_id, acknowledged_step)
 
     def configure(self, configuration: Configure) -> None:
         """Keep to other quotas from now on; let go of everything cached if that is not wanted."""
@@ -128,7 +151,7 @@ class BlockManager:
         ]
         rows = [table.row_of(i) for record in records for i in record.live.values()]
         for row in rows:
-            self.pool.unreference(table.table(row))
+            self._let_go(row)
             self._remove(row)
         for record in records:
             self._drop(record)
@@ -193,33 +216,8 @@ class BlockManager:
         self.pool.reserve_tenants(self.tenants.capacity)
         return number
 
-    def _too_many_sequences(self, tenant: str, count: int) -> OpResult | None:
-        """What an op is told that would make `count` more."""
-        limit = self.quota.max_sequences
-        number = self.tenants.numbers.get(tenant)
-        current = self.tenants.tenant(number).num_sequences if number is not None else 0
-        if not limit or current + count <= limit:
-            return None
-        return OpResult(
-            OpStatus.TENANT_QUOTA,
-            f"tenant {tenant!r} has {current} sequences and wants {count} more, its quota is"
-            f" {limit}",
-        )
-
     def _over_quota(self, num_blocks_of: Mapping[int, int], op: str) -> OpResult | None:
-        """What an op is told that would take so many blocks more, by number of a tenant."""
-        limit = self.quota.max_blocks
-        if not limit:
-            return None
-        for number, count in num_blocks_of.items():
-            current = int(self.pool.num_blocks_of[number])
-            if count and current + count > limit:
-                return OpResult(
-                    OpStatus.TENANT_QUOTA,
-                    f"{op}: tenant {self.tenants.tenant(number).name!r} has {current} blocks and"
-                    f" needs {count} more, its quota is {limit}",
-                )
-        return None
+        return too_many_blocks(self.quota, self.tenants, self.pool, num_blocks_of, op)
 
     # --- requests ----------------------------------------------------------------------
 
@@ -234,7 +232,7 @@ class BlockManager:
                 OpStatus.NO_FREE_SEQUENCES,
                 f"{len(self.requests)} requests are not confirmed yet",
             )
-        over = self._too_many_sequences(op.tenant, num_rows)
+        over = too_many_sequences(self.quota, self.tenants, op.tenant, num_rows)
         if over is not None:
             return over
         tenant_number = self._tenant_number(op.tenant)
@@ -309,11 +307,44 @@ class BlockManager:
         for row, sequence_id in zip(rows, op.sequence_ids, strict=True):
             require(table.status_of(row), "preempt", sequence_id)
         for row in rows:
-            self.pool.unreference(table.table(row))
+            self.num_preemptions += table.status_of(row) is Status.RUNNING
+            self._let_go(row)
             table.empty_table(row)
             table.status[row] = Status.WAITING
-        self.num_preemptions += len(rows)
         return OK
+
+    def _let_go(self, row: int) -> None:
+        """Give the row's blocks back, wherever they are."""
+        table = self.sequences
+        swap_map = table.swap_maps.pop(row, None)
+        if swap_map is not None:
+            self.host.unreference(swap_map.host_blocks)
+        self.pool.unreference(table.table(row))
+
+    def _swap_out(self, op: b.SwapOut) -> OpResult:
+        plan = plan_swap_out(self.sequences, op)
+        if plan.blocks.size > self.host.num_free:
+            return OpResult(
+                OpStatus.NO_FREE_HOST_BLOCKS,
+                f"swap out: {plan.blocks.size} host blocks are needed, {self.host.num_free} of"
+                f" {self.host.num_blocks} are free",
+            )
+        commit_swap_out(self.sequences, self.pool, self.host, plan, self._effects)
+        self.num_preemptions += len(plan.rows)
+        return OK
+
+    def _swap_in(self, op: b.SwapIn) -> OpResult:
+        table = self.sequences
+        plan = plan_swap_in(table, op)
+        over = self._over_quota(
+            {int(table.tenant[row]): plan.num_blocks for row in plan.rows[:1]}, "swap in"
+        )
+        if over is not None:
+            return over
+        if plan.num_blocks > self.pool.num_available:
+            return self._no_free_blocks("swap in", plan.num_blocks)
+        tables = commit_swap_in(table, self.pool, self.host, plan, self._effects)
+        return OpResult(OpStatus.OK, value=b.SwappedIn(tables))
 
     def _free(self, op: b.Free) -> OpResult:
         if op.finish_reason not in b.FINISH_REASONS:
@@ -330,7 +361,7 @@ class BlockManager:
 
     def _finish(self, row: int, reason: b.FinishReason) -> None:
         table = self.sequences
-        self.pool.unreference(table.table(row))
+        self._let_go(row)
         finished = FinishedSequence(
             table.id_of(row),
             table.record_of(row).request_id,
@@ -358,92 +389,26 @@ class BlockManager:
         return OK
 
     def _reserve(self, op: b.Reserve) -> OpResult:
-        table = self.sequences
+        table, pool = self.sequences, self.pool
         rows = table.rows_of(op.sequence_ids)
-        self._check_reserve(op, rows)
-        plan = plan_slots(table, self.pool, rows, table.num_computed[rows], op.num_slots)
-        max_blocks = self.quota.max_blocks
-        if plan.num_blocks <= self.pool.num_available and not self._exceeds(plan):
-            commit_slots(table, self.pool, plan, self._effects)
+        check_reserve(table, op, rows)
+        plan = plan_slots(table, pool, rows, table.num_computed[rows], op.num_slots)
+        if plan.num_blocks <= pool.num_available and not exceeds(self.quota, table, pool, plan):
+            commit_slots(table, pool, plan, self._effects)
             return OK
-        sizes = op.group_sizes if op.group_sizes.size else np.ones(rows.size, np.int32)
-        verdicts = np.array(groups_that_fit(table, plan, sizes, self.pool, max_blocks))
-        fits = verdicts == Verdict.FITS
-        kept = np.repeat(fits, sizes)
-        rows = rows[kept]
-        plan = plan_slots(table, self.pool, rows, table.num_computed[rows], op.num_slots[kept])
-        commit_slots(table, self.pool, plan, self._effects)
-        failed = np.flatnonzero(~fits).astype(np.int32)
-        over_quota = np.flatnonzero(verdicts == Verdict.OVER_QUOTA).astype(np.int32)
-        only_quotas = over_quota.size == failed.size
-        return OpResult(
-            OpStatus.TENANT_QUOTA if only_quotas else OpStatus.NO_FREE_BLOCKS,
-            f"reserve: {failed.size} of {fits.size} groups got no blocks, {over_quota.size} by"
-            f" their tenant's quota, {self.pool.num_available} are free",
-            b.Reserved(failed, over_quota),
-        )
-
-    def _exceeds(self, plan: SlotPlan) -> bool:
-        """Whether a plan is too much for the quota of any tenant."""
-        limit = self.quota.max_blocks
-        if not limit or not plan.num_blocks:
-            return False
-        needed = blocks_by_tenant(self.sequences, plan)
-        current = self.pool.num_blocks_of[: needed.size]
-        return bool(((current + needed > limit) & (needed > 0)).any())
-
-    def _check_reserve(self, op: b.Reserve, rows: np.ndarray) -> None:
-        table = self.sequences
-        running = table.status[rows] == RUNNING
-        if not running.all():
-            at = int(running.argmin())
-            require(table.status_of(int(rows[at])), "reserve", int(op.sequence_ids[at]))
-        if op.num_slots.size != rows.size:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"reserve: {op.num_slots.size} num_slots for {rows.size} sequences",
-            )
-        if rows.size and not 0 <= op.num_slots.min() <= op.num_slots.max() <= table.max_model_len:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"reserve: num_slots of {int(op.num_slots.min())} .. {int(op.num_slots.max())},"
-                f" they must be 0 .. {table.max_model_len}",
-            )
-        sizes = op.group_sizes
-        if sizes.size and (sizes.min() < 1 or int(sizes.sum(dtype=np.int64)) != rows.size):
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"reserve: group_sizes must be from 1 on and add up to {rows.size}, not from"
-                f" {int(sizes.min())} on and {int(sizes.sum(dtype=np.int64))}",
-            )
+        return reserve_what_fits(table, pool, op, plan, self.quota.max_blocks, self._effects)
 
     def _append(self, op: b.Append) -> OpResult:
         table = self.sequences
-        row = table.row_of(op.sequence_id)
-        require(table.status_of(row), "append", op.sequence_id)
-        check_token_ids(op.token_ids)
-        length = int(table.length[row])
-        new_length = length + op.token_ids.size
-        if new_length > table.max_model_len:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"append: sequence {op.sequence_id} would have {new_length} tokens, at most"
-                f" {table.max_model_len} have slots",
-            )
-        rows = np.array([row], np.intp)
-        plan = plan_slots(
-            table, self.pool, rows, np.array([length], np.int32), np.array([new_length], np.int32)
-        )
-        over = self._over_quota({int(table.tenant[row]): plan.num_blocks}, "append")
+        plan = plan_append(table, self.pool, op)
+        rows = plan.rows
+        over = self._over_quota({int(table.tenant[rows[0]]): plan.num_blocks}, "append")
         if over is not None:
             return over
         if plan.num_blocks > self.pool.num_available:
             return self._no_free_blocks("append", plan.num_blocks)
         before = table.num_computed[rows]
-        table.tokens[row, length:new_length] = op.token_ids
-        table.length[row] = new_length
-        table.num_computed[row] = length
-        commit_slots(table, self.pool, plan, self._effects)
+        commit_append(table, self.pool, op, plan, self._effects)
         filled = filled_blocks(table, rows, before)
         if filled is not None:
             publish(table, self.pool, filled)
@@ -451,76 +416,16 @@ class BlockManager:
 
     def _fork(self, op: b.Fork) -> OpResult:
         table = self.sequences
-        parent = table.row_of(op.sequence_id)
-        candidates = self._check_fork(op, parent)
+        candidates = plan_fork(table, op)
         if op.num_children > table.num_free_rows:
             return self._no_free_sequences(op.num_children)
-        over = self._too_many_sequences(table.record_of(parent).tenant, op.num_children)
+        record = table.record_of(table.row_of(op.sequence_id))
+        over = too_many_sequences(self.quota, self.tenants, record.tenant, op.num_children)
         if over is not None:
             return over
-        record, blocks = table.record_of(parent), table.table(parent)
-        tokens = table.tokens[parent, : table.length[parent]]
-        self.pool.reference(blocks, op.num_children)
-        children = [self._create_child(record, c, parent, tokens) for c in candidates]
+        forked = commit_fork(table, self.pool, op, candidates)
         self.tenants.tenant(record.tenant_number).num_sequences += op.num_children
-        family = np.array([parent, *children], np.intp)
-        if op.state_words.size:
-            table.set_words(family, op.state_words)
-        if op.token_ids.size:
-            table.tokens[family, table.length[family]] = op.token_ids
-            table.length[family] += 1
-        table.may_share[parent] = True
-        ids = [table.id_of(child) for child in children]
-        version = int(table.table_version[children[0]])
-        return OpResult(OpStatus.OK, value=b.Forked(ids, blocks, version))
-
-    def _check_fork(self, op: b.Fork, parent: int) -> list[int]:
-        """The candidate numbers of the children. Raises OpMistake."""
-        table = self.sequences
-        require(table.status_of(parent), "fork", op.sequence_id)
-        check_token_ids(op.token_ids)
-        candidates = table.record_of(parent).free_candidates()
-        if not 1 <= op.num_children <= len(candidates):
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"fork: num_children of sequence {op.sequence_id} is {op.num_children}, its"
-                f" request has {len(candidates)} free candidate numbers",
-            )
-        for what, column in (("token ids", op.token_ids), ("state_words", op.state_words)):
-            if column.size not in (0, 1 + op.num_children):
-                raise OpMistake(
-                    OpStatus.INVALID_ARGUMENT,
-                    f"fork: {column.size} {what} for a parent and {op.num_children} children",
-                )
-        if op.token_ids.size and table.length[parent] > table.max_model_len:
-            raise OpMistake(
-                OpStatus.INVALID_ARGUMENT,
-                f"fork: sequence {op.sequence_id} has {int(table.length[parent])} tokens and no"
-                " room for another",
-            )
-        return candidates[: op.num_children]
-
-    def _create_child(
-        self, record: RequestRecord, candidate: int, parent: int, tokens: b.Column
-    ) -> int:
-        """A sequence that holds what the parent holds; its table starts at version 1."""
-        table = self.sequences
-        pruned = record.finished.pop(candidate, None)
-        if pruned is not None:
-            del table.finished[pruned.sequence_id]
-        child = table.create(record, candidate, tokens)
-        num_blocks = table.table_len[parent]
-        table.tables[child, :num_blocks] = table.tables[parent, :num_blocks]
-        table.table_len[child] = num_blocks
-        table.table_version[child] = 1
-        table.num_computed[child] = table.num_computed[parent]
-        table.set_state(child, table.scheduler_state(parent))
-        table.status[child] = Status.RUNNING
-        table.may_share[child] = True
-        if table.is_caching[parent]:
-            chain = replace(table.chain_of(parent))
-            table.begin_caching(child, chain, int(table.chained_len[parent]))
-        return child
+        return OpResult(OpStatus.OK, value=forked)
 
     # --- normal results of a full memory -----------------------------------------------
 

@@ -32,6 +32,7 @@ from kvmem_svc.core.mutations import (
     GrantSession,
     Mutation,
     PendingCopy,
+    PendingSwap,
     Pin,
     Pinned,
     PoolConfirmed,
@@ -73,6 +74,8 @@ class PoolStats:
     num_evictions: int = 0
     num_pins: int = 0
     num_tenants: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
 
 
 class KvMemory:
@@ -134,7 +137,7 @@ class KvMemory:
         manager = self.manager
         if manager is None:
             return Expired(0, 0)
-        manager.pool.begin_step(self.last_step_id + 1, self.acknowledged_step)
+        manager.begin_step(self.last_step_id + 1, self.acknowledged_step)
         expired = manager.expire(mutation.request_ids)
         check_integrity(manager)
         return expired
@@ -152,7 +155,7 @@ class KvMemory:
         if self.manager is None:
             raise NoPool("no worker's pool is attached: nothing is cached")
         pinned = self.manager.pin(mutation)
-        check_levels(self.manager.pool)
+        check_levels(self.manager)
         return pinned
 
     def _unpin(self, mutation: Unpin) -> Unpinned:
@@ -160,7 +163,7 @@ class KvMemory:
         was_there = manager is not None and mutation.pin_id in manager.pins
         if manager is not None:
             manager.unpin(mutation.pin_id)
-            check_levels(manager.pool)
+            check_levels(manager)
         return Unpinned(was_there)
 
     # --- pools -------------------------------------------------------------------------
@@ -182,7 +185,13 @@ class KvMemory:
             self._go_on_from(mutation.last_executed_step)
         ledger.mutations_open = True
         check_integrity(self.manager)
-        return PoolConfirmed(is_new, self.pending_copies())
+        pending = self.manager.pool.moves.pending
+        return PoolConfirmed(
+            is_new,
+            self.pending_copies(),
+            tuple(PendingSwap(src, dst) for dst, src in pending.swap_ins.items()),
+            tuple(PendingSwap(src, dst) for dst, src in pending.swap_outs.items()),
+        )
 
     def _replace_pool(self, mutation: ConfirmPool) -> None:
         self._check_geometry(mutation.worker_boot_id, mutation.geometry)
@@ -202,21 +211,19 @@ class KvMemory:
         assert self.manager is not None
         self.last_step_id = max(self.last_step_id, last_executed_step + 1)
         self.acknowledged_step = max(self.acknowledged_step, last_executed_step)
-        self.manager.pool.take_over(self.last_step_id, last_executed_step)
-        self.manager.pool.begin_step(self.last_step_id, self.acknowledged_step)
+        self.manager.take_over(self.last_step_id, last_executed_step, self.acknowledged_step)
 
     def pending_copies(self) -> tuple[PendingCopy, ...]:
         """Copies that a former epoch's steps were to make and the next step is to make instead,
         until it is acknowledged. Each is for the first of the sequences that hold its
         destination; those that nobody holds any more are left out."""
         manager = self.manager
-        if manager is None or not manager.pool.pending_copies:
+        copies = manager.pool.moves.pending.copies if manager is not None else {}
+        if manager is None or not copies:
             return ()
         holders = manager.sequences.holders()
         return tuple(
-            PendingCopy(src, dst, holders[dst])
-            for dst, src in manager.pool.pending_copies.items()
-            if dst in holders
+            PendingCopy(src, dst, holders[dst]) for dst, src in copies.items() if dst in holders
         )
 
     def _check_geometry(self, worker_boot_id: str, geometry: PoolGeometry) -> None:
@@ -274,11 +281,11 @@ class KvMemory:
         manager = self.manager
         assert manager is not None, "mutations are open without a pool"
         pool = manager.pool
-        pool.begin_step(batch.step_id, batch.acknowledged_step)
+        manager.begin_step(batch.step_id, batch.acknowledged_step)
         allocated, freed = pool.num_allocations, pool.num_freed
         was_busy = manager.sequences.num_free_rows < self.max_sequences
         results, effects = manager.apply(batch.ops)
-        check_levels(pool)
+        check_levels(manager)
         if was_busy and manager.sequences.num_free_rows == self.max_sequences:
             self._check_when_worth_it(manager)
         return BatchResult(
@@ -289,6 +296,8 @@ class KvMemory:
             self.levels(),
             pool.num_allocations - allocated,
             pool.num_freed - freed,
+            effects.swap_ins(),
+            effects.swap_outs(),
         )
 
     def _check_when_worth_it(self, manager: BlockManager) -> None:
@@ -312,11 +321,11 @@ class KvMemory:
             num_in_use_blocks=manager.pool.num_in_use,
             num_quarantined_blocks=manager.pool.num_quarantined,
             num_free_sequences=manager.sequences.num_free_rows,
+            num_free_host_blocks=manager.host.num_free,
         )
 
     def num_cached_tokens(self, domain: Domain, token_ids: Column) -> int:
         """How much of a prefix is cached for `domain`, in whole blocks."""
-        self.settle()
         self.settle()
         return self.manager.num_cached_tokens(domain, token_ids) if self.manager else 0
 
@@ -340,7 +349,7 @@ class KvMemory:
             num_batches=self.num_batches,
             num_finished_sequences=len(manager.sequences.finished),
             num_expired_requests=manager.num_expired_requests,
-            num_pending_copies=len(pool.pending_copies),
+            num_pending_copies=len(pool.moves.pending.copies),
             num_prefix_lookups=pool.cache.counters.num_lookups,
             num_prefix_hits=pool.cache.counters.num_hits,
             num_prefix_lookup_tokens=pool.cache.counters.num_lookup_tokens,
@@ -349,4 +358,6 @@ class KvMemory:
             num_evictions=pool.num_evictions,
             num_pins=len(manager.pins),
             num_tenants=manager.tenants.num_active(pool.num_blocks_of.tolist()),
+            num_swapped_out_blocks=manager.host.num_swapped_out,
+            num_swapped_in_blocks=manager.host.num_swapped_in,
         )

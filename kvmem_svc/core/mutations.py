@@ -16,7 +16,7 @@ from kvmem_svc.core.tenants import Quota
 
 # Of what a mutation does and replies. To be raised with every change of either: the replay of a
 # journal of another version could diverge.
-CORE_VERSION = 5
+CORE_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,22 @@ class PendingCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingSwap:
+    """A swap that the next step is to make: from host block to block of the pool, or the other
+    way."""
+
+    src_block_id: int
+    dst_block_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolConfirmed:
     """is_new_pool False: the worker is the one attached before, and its KV is there."""
 
     is_new_pool: bool
     pending_copies: tuple[PendingCopy, ...] = ()
+    pending_swap_ins: tuple[PendingSwap, ...] = ()
+    pending_swap_outs: tuple[PendingSwap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

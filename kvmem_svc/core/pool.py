@@ -7,13 +7,11 @@ that nobody refers to any more may still be read or written by a step in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import numpy.typing as npt
 
-from kvmem_svc.core.batch import NO_INT32
 from kvmem_svc.core.eviction import EvictionOrder
+from kvmem_svc.core.moves import StepMoves
 from kvmem_svc.core.prefix_cache import PrefixCache
 from kvmem_svc.core.tenants import FIRST_CAPACITY
 
@@ -31,6 +29,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
+        self.moves = StepMoves()
         self.cache = PrefixCache(num_blocks, block_size)
         self.ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self.num_in_use = 0
@@ -55,13 +54,6 @@ class BlockPool:
         self._evictable = EvictionOrder(self._stamps)
         # Release step -> (stamp, blocks). At most one key per step in flight, and one more.
         self._quarantine: dict[int, list[tuple[int, Blocks]]] = {}
-        self._step_id = 0
-        self._acknowledged_step = 0
-        # Step -> destination -> source of the copies it makes; steps not acknowledged only.
-        self._copies: dict[int, dict[int, int]] = {}
-        # Of the copies of the step being prepared those that a former epoch never made.
-        self._pending: dict[int, int] = {}
-        self._pending_step = 0
 
     @property
     def num_free(self) -> int:
@@ -102,41 +94,14 @@ class BlockPool:
 
     def begin_step(self, step_id: int, acknowledged_step: int) -> None:
         """Step `step_id` is being prepared; what waited for `acknowledged_step` is free."""
-        self._step_id = step_id
-        self._acknowledged_step = acknowledged_step
-        if self._copies:
-            for due in [step for step in self._copies if step <= acknowledged_step]:
-                del self._copies[due]
-            if self._pending_step <= acknowledged_step:
-                self._pending = {}
+        self.moves.begin_step(step_id, acknowledged_step)
         for due in [step for step in self._quarantine if step <= acknowledged_step]:
             for stamp, retired in self._quarantine.pop(due):
                 blocks = self._still_there(stamp, retired)
                 self.num_quarantined -= blocks.size
                 self._come_back(stamp, blocks)
 
-    def take_over(self, step_id: int, last_executed_step: int) -> None:
-        """A new epoch goes on with step `step_id`, the one that was being prepared or a later one.
-
-        Of the former epoch's steps those up to `last_executed_step` were executed, and no other
-        ever will be. The copies that those were to make become the next step's; what they
-        read and write stays held for it.
-        """
-        pending: dict[int, int] = {}
-        for step in sorted(self._copies):
-            copies = self._copies.pop(step)
-            if step > last_executed_step:
-                # A source that an earlier one of these steps was to fill is read at its origin,
-                # which has all that was ever computed of it.
-                pending |= {dst: pending.get(src, src) for dst, src in copies.items()}
-        self._pending = {dst: src for dst, src in pending.items() if self.ref_counts[dst]}
-        self._pending_step = step_id
-        if self._pending:
-            self._copies[step_id] = dict(self._pending)
-            touched = np.array([*self._pending.keys(), *self._pending.values()], np.int32)
-            self._hold_longer(touched, step_id)
-
-    def _hold_longer(self, blocks: Blocks, release_step: int) -> None:
+    def hold_longer(self, blocks: Blocks, release_step: int) -> None:
         """Those of `blocks` that are in quarantine stay there until `release_step`."""
         for step in [step for step in self._quarantine if step < release_step]:
             for stamp, retired in self._quarantine.pop(step):
@@ -145,17 +110,6 @@ class BlockPool:
                 longer = np.isin(held, blocks)
                 self._hold(stamp, held[longer], release_step)
                 self._hold(stamp, held[~longer], step)
-
-    @property
-    def pending_copies(self) -> Mapping[int, int]:
-        """Destination -> source of the copies taken over, until their step is acknowledged."""
-        return self._pending
-
-    def copy_destinations(self) -> Blocks:
-        """Blocks that steps not acknowledged yet copy to, int32."""
-        if not self._copies:
-            return NO_INT32
-        return np.array([dst for copies in self._copies.values() for dst in copies], np.int32)
 
     def reserve_tenants(self, capacity: int) -> None:
         """There are tenants with numbers up to capacity - 1."""
@@ -233,7 +187,7 @@ class BlockPool:
         self._stamps[cached] = 0
         self._put_back(cached)
 
-    def reference(self, blocks: Blocks, count: int = 1) -> None:
+    def reference(self, blocks: Blocks, count: Blocks | int = 1) -> None:
         """Add `count` references to each of `blocks` (distinct, in use)."""
         self.ref_counts[blocks] += count
 
@@ -255,36 +209,33 @@ class BlockPool:
         """
         np.subtract.at(self.ref_counts, sources, 1)
         self.num_copies_on_write += sources.size
-        source_ids: list[int] = sources.tolist()
-        copies = self._copies.setdefault(self._step_id, {})
-        origins = [copies.get(block, block) for block in source_ids]
-        copies.update(zip(destinations.tolist(), origins, strict=True))
+        origins = self.moves.of_step().add_copies(sources, destinations)
         left_alone = np.unique(sources[self.ref_counts[sources] == 0])
         if left_alone.size:  # published: even its only holder does not write to it
             self._retire(left_alone)
-        return np.array(origins, np.int32)
+        return origins
 
     def _retire(self, blocks: Blocks) -> None:
         """Blocks whose last reference is gone wait for the newest step that could touch them.
 
-        That is the newest one issued, step_id - 1, or for a block which the step being
-        prepared copies from or to, that step itself.
+        That is the newest one issued, or for a block that the step being prepared copies or
+        swaps, that step itself.
         """
+        moves = self.moves
         self.num_in_use -= blocks.size
         np.subtract.at(self.num_blocks_of, self._tenants[blocks], 1)
         self.num_freed += blocks.size
         self._last_stamp = stamp = self._last_stamp + 1
         self._stamps[blocks] = stamp
-        copies = self._copies.get(self._step_id)
-        if copies:
-            in_copy = np.isin(blocks, np.array([*copies.keys(), *copies.values()], np.int32))
-            self._hold(stamp, blocks[in_copy], self._step_id)
-            blocks = blocks[~in_copy]
-        newest_issued_step = self._step_id - 1
-        if newest_issued_step <= self._acknowledged_step:
+        touched = moves.touched_blocks()
+        if touched.size:
+            is_touched = np.isin(blocks, touched)
+            self._hold(stamp, blocks[is_touched], moves.step_id)
+            blocks = blocks[~is_touched]
+        if moves.nothing_in_flight:
             self._come_back(stamp, blocks)
         else:
-            self._hold(stamp, blocks, newest_issued_step)
+            self._hold(stamp, blocks, moves.newest_issued_step)
 
     def _hold(self, stamp: int, blocks: Blocks, release_step: int) -> None:
         if blocks.size:

@@ -54,9 +54,9 @@ def publish(table: SequenceTable, pool: BlockPool, filled: Filled) -> None:
     holders = rows[owner]
     index = table.chained_len[holders] // block_size + offset
     blocks = table.tables[holders, index]
-    destinations = pool.copy_destinations()
+    destinations = pool.moves.destinations()
     if destinations.size and (awaits_copy := np.isin(blocks, destinations)).any():
-        # What was computed is in the block that is yet to be copied.
+        # What was computed is in the block that is yet to be copied, or in the host tier.
         counts = counts.copy()
         np.minimum.at(counts, owner[awaits_copy], offset[awaits_copy])
         kept = offset < counts[owner]

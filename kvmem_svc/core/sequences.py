@@ -8,6 +8,7 @@ Sequences that arrive finished are numbered in a row that no table has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -29,6 +30,7 @@ class Status(IntEnum):
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
+    SWAPPED = 4
 
 
 # Comparing a column with a plain int takes a quarter of the time an enum's member takes.
@@ -37,13 +39,23 @@ RUNNING = int(Status.RUNNING)
 # op -> {status before: status after}. What is not here is refused.
 TRANSITIONS: Mapping[str, Mapping[Status, Status]] = {
     "admit": {Status.WAITING: Status.RUNNING},
-    "commit": {Status.WAITING: Status.WAITING, Status.RUNNING: Status.RUNNING},
+    "commit": {
+        Status.WAITING: Status.WAITING,
+        Status.RUNNING: Status.RUNNING,
+        Status.SWAPPED: Status.SWAPPED,
+    },
     "reserve": {Status.RUNNING: Status.RUNNING},
     "append": {Status.RUNNING: Status.RUNNING},
     "fork": {Status.RUNNING: Status.RUNNING},
     "share from": {Status.RUNNING: Status.RUNNING},
-    "preempt": {Status.RUNNING: Status.WAITING},
-    "free": {Status.WAITING: Status.FINISHED, Status.RUNNING: Status.FINISHED},
+    "preempt": {Status.RUNNING: Status.WAITING, Status.SWAPPED: Status.WAITING},
+    "swap out": {Status.RUNNING: Status.SWAPPED},
+    "swap in": {Status.SWAPPED: Status.RUNNING},
+    "free": {
+        Status.WAITING: Status.FINISHED,
+        Status.RUNNING: Status.FINISHED,
+        Status.SWAPPED: Status.FINISHED,
+    },
 }
 
 
@@ -57,6 +69,15 @@ def require(status: Status, op: str, sequence_id: int) -> Status:
             f"{op}: sequence {sequence_id} is {status.name}, it must be {allowed}",
         )
     return after
+
+
+@dataclass(frozen=True, slots=True)
+class SwapMap:
+    """Where the blocks of a swapped sequence's table are. host_blocks: int32, in its order.
+    was_caching: its blocks are to be published again once it is back."""
+
+    host_blocks: Column
+    was_caching: bool
 
 
 class SequenceTable:
@@ -88,6 +109,8 @@ class SequenceTable:
         self.chained_len = np.zeros(max_sequences, np.int32)
         # Of the rows that are caching: what the block at chained_len goes on from.
         self.chains: dict[int, Chain] = {}
+        # Of the rows that are swapped.
+        self.swap_maps: dict[int, SwapMap] = {}
         # A row's scheduler_state: its word where has_word, else what stands in long_states.
         self.state_words = np.zeros(max_sequences, np.uint64)
         self.has_word = np.zeros(max_sequences, np.bool_)
@@ -124,6 +147,7 @@ class SequenceTable:
             tokens[row, :length] = self.tokens[row, :length]
             self.empty_table(row)
             self.status[row] = Status.WAITING
+        self.swap_maps.clear()
         self.tables, self.tokens = tables, tokens
         self.block_size = geometry.block_size
         self.max_model_len = geometry.max_model_len
@@ -224,6 +248,11 @@ class SequenceTable:
         self.chained_len[row] = 0
         self.chains.pop(row, None)
 
+    def num_host_blocks(self, row: int) -> int:
+        """Of the host tier; 0 unless the row is swapped."""
+        swap_map = self.swap_maps.get(row)
+        return 0 if swap_map is None else swap_map.host_blocks.size
+
     def holders(self) -> dict[int, int]:
         """Block -> the sequence that holds it, of several the one in the lowest row."""
         holders: dict[int, int] = {}
@@ -286,6 +315,22 @@ class SequenceTable:
         self.may_share[row] = False
         self.end_caching(row)
 
+    def swap_out(self, row: int, host_blocks: Column) -> None:
+        """The row's blocks are those of the host tier now; what was computed in them stays so."""
+        self.swap_maps[row] = SwapMap(host_blocks, bool(self.is_caching[row]))
+        num_computed = self.num_computed[row]
+        self.empty_table(row)
+        self.num_computed[row] = num_computed
+        self.status[row] = Status.SWAPPED
+
+    def swap_in(self, row: int, blocks: Column) -> None:
+        """The row's blocks are these, and it runs on. Its swap map goes."""
+        del self.swap_maps[row]
+        self.tables[row, : blocks.size] = blocks
+        self.table_len[row] = blocks.size
+        self.table_version[row] += 1
+        self.status[row] = Status.RUNNING
+
     def remove(self, row: int) -> RequestRecord:
         """Clear a row whose blocks are gone; its id is never given again."""
         self._forget_known()
@@ -311,6 +356,7 @@ class SequenceTable:
         self.records[row] = None
         self.long_states.pop(row, None)
         self.chains.pop(row, None)
+        self.swap_maps.pop(row, None)
         self._generation[row] += 1
         self._free_rows.append(row)
         return record

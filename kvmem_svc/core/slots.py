@@ -29,12 +29,22 @@ class StepEffects:
     def __init__(self) -> None:
         self._deltas: list[TableDeltas] = []
         self._copies: list[BlockCopies] = []
+        self._swap_ins: list[BlockCopies] = []
+        self._swap_outs: list[BlockCopies] = []
 
     def add(self, deltas: TableDeltas, copies: BlockCopies) -> None:
         if deltas.sequence_ids.size:
             self._deltas.append(deltas)
         if copies.src_block_ids.size:
             self._copies.append(copies)
+
+    def add_swap_ins(self, swap_ins: BlockCopies) -> None:
+        if swap_ins.src_block_ids.size:
+            self._swap_ins.append(swap_ins)
+
+    def add_swap_outs(self, swap_outs: BlockCopies) -> None:
+        if swap_outs.src_block_ids.size:
+            self._swap_outs.append(swap_outs)
 
     def deltas(self) -> TableDeltas:
         if len(self._deltas) < 2:
@@ -47,12 +57,22 @@ class StepEffects:
         )
 
     def copies(self) -> BlockCopies:
-        if len(self._copies) < 2:
-            return self._copies[0] if self._copies else NO_COPIES
-        return BlockCopies(
-            np.concatenate([c.src_block_ids for c in self._copies]),
-            np.concatenate([c.dst_block_ids for c in self._copies]),
-        )
+        return _joined(self._copies)
+
+    def swap_ins(self) -> BlockCopies:
+        return _joined(self._swap_ins)
+
+    def swap_outs(self) -> BlockCopies:
+        return _joined(self._swap_outs)
+
+
+def _joined(parts: list[BlockCopies]) -> BlockCopies:
+    if len(parts) < 2:
+        return parts[0] if parts else NO_COPIES
+    return BlockCopies(
+        np.concatenate([one.src_block_ids for one in parts]),
+        np.concatenate([one.dst_block_ids for one in parts]),
+    )
 
 
 @dataclass(slots=True)
@@ -123,12 +143,18 @@ def _shared_writes(
 
 def _first_writers(pool: BlockPool, block_id: Column) -> Column:
     """Positions of the writers that must copy, in order."""
-    order = np.argsort(block_id, kind="stable")
-    grouped = block_id[order]
+    num_copies = pool.ref_counts[block_id] - 1 + pool.cache.is_published(block_id)
+    return np.flatnonzero(ranks(block_id) < num_copies).astype(np.int32)
+
+
+def ranks(values: Column) -> Column:
+    """For each how many before it are equal to it: of [7, 3, 7, 7] it is [0, 0, 1, 2]."""
+    order = np.argsort(values, kind="stable")
+    grouped = values[order]
     starts = np.flatnonzero(np.diff(grouped, prepend=-1))
-    rank = np.arange(grouped.size) - np.repeat(starts, np.diff(starts, append=grouped.size))
-    num_copies = pool.ref_counts[grouped] - 1 + pool.cache.is_published(grouped)
-    return np.sort(order[rank < num_copies])
+    rank = np.empty(values.size, np.intp)
+    rank[order] = np.arange(grouped.size) - np.repeat(starts, np.diff(starts, append=grouped.size))
+    return rank
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:

@@ -93,9 +93,15 @@ def _check_lengths(sequences: SequenceTable, op: Commit, rows: Rows, new_length:
     computed = op.num_computed_tokens
     capacity = sequences.table_len[rows] * sequences.block_size
     longest = sequences.max_model_len + 1
-    fits = (
-        (new_length <= longest) & (computed <= np.minimum(new_length, capacity)) & (computed >= 0)
-    )
+    has_room, not_negative = new_length <= longest, computed >= 0
+    fits = has_room & (computed <= np.minimum(new_length, capacity)) & not_negative
+    if fits.all():
+        return
+    # Results of a step that was in flight when a sequence was swapped out: its slots are in the
+    # host tier.
+    in_host = np.array([sequences.num_host_blocks(row) for row in rows.tolist()], np.int32)
+    capacity = capacity + in_host * sequences.block_size
+    fits = has_room & (computed <= np.minimum(new_length, capacity)) & not_negative
     if fits.all():
         return
     at = int(fits.argmin())

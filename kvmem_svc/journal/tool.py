@@ -137,10 +137,11 @@ def _summary(mutation: m.Mutation) -> str:
         case m.ConfirmPool(worker_boot_id, geometry, last_executed_step):
             return (
                 f"of worker {worker_boot_id}: {geometry.num_blocks} blocks of"
-                f" {geometry.block_size}, last executed step {last_executed_step}"
+                f" {geometry.block_size} and {geometry.num_host_blocks} on the host, last executed"
+                f" step {last_executed_step}"
             )
         case m.ApplyBatch(batch):
-            kinds = Counter(type(op).__name__.lower() for op in batch.ops)
+            kinds = Counter(b.op_name(op) for op in batch.ops)
             ops = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "nothing"
             return (
                 f"{batch.batch_seq} for step {batch.step_id}, acknowledging"
@@ -191,7 +192,7 @@ def _token_lines(record: Record) -> Iterator[str]:
                     yield f"commit {sequence_id}: {_ids(op.token_ids[start : start + size])}"
                     start += size
             case b.Append() | b.Fork():
-                name = type(op).__name__.lower()
+                name = b.op_name(op)
                 yield f"{name} {op.sequence_id}: {_ids(op.token_ids)}"
 
 

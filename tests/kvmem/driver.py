@@ -38,10 +38,17 @@ class Driver:
     """
 
     def __init__(
-        self, num_blocks: int = 8, block_size: int = 4, max_model_len: int = 32, rows: int = 8
+        self,
+        num_blocks: int = 8,
+        block_size: int = 4,
+        max_model_len: int = 32,
+        rows: int = 8,
+        num_host_blocks: int = 6,
     ) -> None:
         self.memory = KvMemory("boot", max_sequences=rows)
-        self.geometry = b.PoolGeometry(num_blocks, block_size, max_model_len)
+        self.geometry = b.PoolGeometry(
+            num_blocks, block_size, max_model_len, num_host_blocks=num_host_blocks
+        )
         self.mutations: list[tuple[Mutation, Reply]] = []
         self.gatekeeper = Gatekeeper(
             self.memory, TIMES, lambda mutation, reply: self.mutations.append((mutation, reply))
@@ -94,6 +101,8 @@ class Driver:
         assert result.results[0].status != OpStatus.OK
         assert not result.deltas.sequence_ids.size
         assert not result.copies.src_block_ids.size
+        assert not result.swap_ins.src_block_ids.size
+        assert not result.swap_outs.src_block_ids.size
         assert self.state() == before
         return result.results[0]
 
@@ -110,6 +119,7 @@ class Driver:
             [(v.block_ids.tolist(), v.ref_counts.tolist()) for v in views],
             [self.tokens(v.sequence_id) for v in views],
             [table.scheduler_state(table.row_of(v.sequence_id)) for v in views],
+            [(row, one.host_blocks.tolist()) for row, one in sorted(table.swap_maps.items())],
             sorted(table.finished),
             sorted(self.manager.requests),
         )

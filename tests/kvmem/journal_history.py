@@ -29,7 +29,7 @@ from octavo.v1 import kvmem_pb2 as pb
 from octavo.v1 import types_pb2
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES = 3, 17, 7
-GEOMETRY = b.PoolGeometry(14, BLOCK_SIZE, MAX_MODEL_LEN, 4096, "bfloat16", 2)
+GEOMETRY = b.PoolGeometry(14, BLOCK_SIZE, MAX_MODEL_LEN, 4096, "bfloat16", 9)
 
 OnMutation = Callable[[m.Mutation, m.Reply], None]
 Command = tuple[str, int, int, int]
@@ -39,7 +39,7 @@ KINDS = (
     *("arrive", "arrive", "arrive_again", "admit", "admit", "admit", "share"),
     *("commit", "decode", "decode", "decode", "decode", "fork", "fork", "append", "preempt"),
     *("family", "family", "family", "family", "free", "confirm", "several", "acknowledge"),
-    *("pin", "unpin", "configure"),
+    *("pin", "unpin", "configure", "swap_out", "swap_out", "swap_in", "swap_in"),
     *("takeover", "takeover", "new_worker", "expire", "close", "send_again", "mistake"),
 )
 numbers = st.integers(0, 40)
@@ -271,12 +271,33 @@ class History:
             self.send(pb.Op(append=op), steps=steps % 2)
 
     def preempt(self, which: int, *_: int) -> None:
-        view = self.pick(which, Status.RUNNING)
+        view = self.pick(which, Status.RUNNING, Status.SWAPPED)
         if view is not None:
             self.send(pb.Op(preempt=pb.Preempt(sequence_ids=[view.sequence_id])))
 
+    def swap_out(self, which: int, alone: int, steps: int) -> None:
+        """All of a group that run, or one."""
+        view = self.pick(which, Status.RUNNING)
+        if view is not None:
+            group = [v for v in self.views(Status.RUNNING) if v.request_id == view.request_id]
+            ids = [v.sequence_id for v in (group if alone % 3 else [view])]
+            self.send(pb.Op(swap_out=pb.SwapOut(sequence_ids=ids)), steps=steps % 2)
+
+    def swap_in(self, which: int, more: int, steps: int) -> None:
+        view = self.pick(which, Status.SWAPPED)
+        if view is not None:
+            group = [v for v in self.views(Status.SWAPPED) if v.request_id == view.request_id]
+            members = [
+                pb.SwapInMember(
+                    sequence_id=v.sequence_id,
+                    num_slots=min(v.num_tokens + more % 3, MAX_MODEL_LEN),
+                )
+                for v in (group if more % 4 else [view])
+            ]
+            self.send(pb.Op(swap_in=pb.SwapIn(members=members)), steps=steps % 2)
+
     def free(self, which: int, reason: int, _: int) -> None:
-        view = self.pick(which, Status.RUNNING, Status.WAITING)
+        view = self.pick(which, Status.RUNNING, Status.WAITING, Status.SWAPPED)
         if view is not None:
             name = types_pb2.FinishReason.Name(reason % 5)
             op = pb.Free(sequence_ids=[view.sequence_id], finish_reason=name)

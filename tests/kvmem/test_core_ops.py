@@ -499,6 +499,8 @@ def test_an_op_in_a_state_not_in_the_table_is_refused(op: str, status: Status) -
         memory.do(b.Admit([b.AdmitMember(sequence_id, 6)]))
     if status == Status.FINISHED:
         memory.do(b.Free([sequence_id]))
+    if status == Status.SWAPPED:
+        memory.do(b.SwapOut([sequence_id]))
     ops: dict[str, b.Op] = {
         "admit": b.Admit([b.AdmitMember(sequence_id, 6)]),
         "commit": b.Commit(u64(sequence_id), i32(1), i32(0)),
@@ -506,6 +508,8 @@ def test_an_op_in_a_state_not_in_the_table_is_refused(op: str, status: Status) -
         "append": b.Append(sequence_id, i32(1)),
         "fork": b.Fork(sequence_id, 1),
         "preempt": b.Preempt([sequence_id]),
+        "swap out": b.SwapOut([sequence_id]),
+        "swap in": b.SwapIn([b.SwapInMember(sequence_id, 6)]),
         "free": b.Free([sequence_id]),
     }
     after = TRANSITIONS[op].get(status)

@@ -53,7 +53,7 @@ def next_step(driver: Driver) -> None:
 def test_what_one_request_computed_the_next_one_finds() -> None:
     driver = Driver()
     blocks = serve(driver, "a", 10)
-    assert driver.memory.levels() == b.PoolLevels(6, 2, 0, 0, 0, 8)
+    assert driver.memory.levels() == b.PoolLevels(6, 2, 0, 0, 0, 8, 6)
     table = start(driver, "b", 11)
     assert table.num_computed_tokens == 8
     assert table.block_ids.tolist()[:2] == blocks[:2]
@@ -224,13 +224,13 @@ def test_b15_a_full_hit_computes_one_token_in_a_block_of_its_own() -> None:
     assert given[1] not in blocks
     assert pairs(result.copies) == [(blocks[1], given[1])]
     # What is copied is held until the step that copies it is acknowledged, then cached again.
-    assert driver.memory.levels() == b.PoolLevels(5, 0, 2, 1, 0, 7)
+    assert driver.memory.levels() == b.PoolLevels(5, 0, 2, 1, 0, 7, 6)
     driver.computed(table.sequence_id, 8, 9)
     driver.do(b.Free([table.sequence_id]))
     next_step(driver)
     driver.acknowledged = 1
     driver.do()
-    assert driver.memory.levels() == b.PoolLevels(6, 2, 0, 0, 0, 8)
+    assert driver.memory.levels() == b.PoolLevels(6, 2, 0, 0, 0, 8, 6)
 
 
 def test_b15_all_of_a_group_hit_in_full_and_each_writes_to_its_own() -> None:

@@ -98,6 +98,8 @@ def test_steps_and_requests_are_traced_each_in_their_own_trace(
         "octavo.num_allocated_blocks": 1,
         "octavo.num_freed_blocks": 0,
         "octavo.num_copied_blocks": 1,
+        "octavo.num_swapped_in_blocks": 0,
+        "octavo.num_swapped_out_blocks": 0,
         "octavo.num_free_blocks": 5,
         "octavo.num_in_use_blocks": 3,
         "octavo.num_quarantined_blocks": 0,

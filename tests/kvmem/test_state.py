@@ -9,16 +9,18 @@ from hypothesis import HealthCheck, given, settings
 
 from kvmem_svc.core import batch as b
 from kvmem_svc.core import mutations as m
-from kvmem_svc.core import state
+from kvmem_svc.core import state, state_blocks, state_replies, state_sequences
 from kvmem_svc.core.eviction import EvictionOrder
+from kvmem_svc.core.host_tier import HostTier
 from kvmem_svc.core.invariants import check_integrity
 from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.moves import Moves, StepMoves
 from kvmem_svc.core.pins import HeldPrefix
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.prefix_cache import Chain, Domain, LookupCounters, PrefixCache
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
-from kvmem_svc.core.sequences import SequenceTable
+from kvmem_svc.core.sequences import SequenceTable, SwapMap
 from kvmem_svc.core.session import SessionLedger
 from kvmem_svc.core.tenants import Quota, Tenant, Tenants
 from kvmem_svc.journal.load import pack_state, unpack_state
@@ -135,6 +137,7 @@ ELSEWHERE = {
     BlockManager: {
         "geometry": "its own part",
         "pool": "its own part",
+        "host": "its own part",
         "sequences": "its own part",
         "requests": "its own part",
         "tenants": "its own part",
@@ -155,8 +158,15 @@ ELSEWHERE = {
         "_evictable": "its own part",
         "_returned": "as returned",
         "_quarantine": "as quarantine",
-        "_copies": "as copies",
-        "_pending": "as pending",
+        "moves": "its own part",
+    },
+    StepMoves: {"by_step": "its own part", "pending": "its own part"},
+    HostTier: {
+        "num_blocks": "in the geometry",
+        "ref_counts": "as far as blocks were ever used",
+        "_moves": "the pool's",
+        "_returned": "as returned",
+        "_quarantine": "as quarantine",
     },
     EvictionOrder: {
         "_max_protected": "from the geometry",
@@ -192,6 +202,7 @@ ELSEWHERE = {
         "tables": "of the live rows",
         "long_states": "its own part",
         "chains": "its own part",
+        "swap_maps": "its own part",
         "records": "from the requests",
         "finished": "from the requests",
         "_generation": "as generation",
@@ -205,11 +216,13 @@ ELSEWHERE = {
 }
 SCALARS = {
     KvMemory: state.MEMORY_SCALARS,
-    SessionLedger: state.LEDGER_SCALARS,
+    SessionLedger: state_replies.LEDGER_SCALARS,
     BlockManager: state.MANAGER_SCALARS,
-    BlockPool: state.POOL_SCALARS,
-    PrefixCache: state.CACHE_SCALARS,
-    SequenceTable: state.ROW_COLUMNS,
+    BlockPool: state_blocks.POOL_SCALARS,
+    StepMoves: state_blocks.MOVES_SCALARS,
+    HostTier: state_blocks.HOST_SCALARS,
+    PrefixCache: state_blocks.CACHE_SCALARS,
+    SequenceTable: state_sequences.ROW_COLUMNS,
     Tenants: (),
     EvictionOrder: (),
 }
@@ -220,7 +233,7 @@ def test_no_attribute_is_forgotten() -> None:
     manager = BlockManager(2, GEOMETRY)
     memory = new_memory()
     pool = manager.pool
-    tables = (manager.sequences, manager.tenants, pool._evictable)
+    tables = (manager.sequences, manager.tenants, pool._evictable, pool.moves, manager.host)
     for part in (memory, memory.ledger, manager, pool, pool.cache, *tables):
         known = {*SCALARS[type(part)], *ELSEWHERE[type(part)]}
         assert set(vars(part)) == known, type(part).__name__
@@ -236,13 +249,16 @@ def test_no_field_is_forgotten() -> None:
         },
         b.BatchResult: {
             *("batch_seq", "results", "deltas", "copies", "levels"),
-            *("num_allocated_blocks", "num_freed_blocks"),
+            *("num_allocated_blocks", "num_freed_blocks", "swap_ins", "swap_outs"),
         },
         b.OpResult: {"status", "message", "value"},
         b.TableDeltas: {"sequence_ids", "table_indices", "block_ids", "table_versions"},
         b.BlockCopies: {"src_block_ids", "dst_block_ids"},
         b.Arrived: {"sequence_id", "arrival_number", "candidate_sequence_ids"},
         b.Admitted: {"tables"},
+        b.SwappedIn: {"tables"},
+        Moves: {"copies", "swap_ins", "swap_outs"},
+        SwapMap: {"host_blocks", "was_caching"},
         b.BlockTable: {"sequence_id", "block_ids", "table_version", "num_computed_tokens"},
         Chain: {"domain", "key", "serial", "is_foreign"},
         Domain: {"tenant", "cache_salt"},
