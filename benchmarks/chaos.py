@@ -116,7 +116,7 @@ async def leaked(stack: ChaosStack) -> tuple[int, int]:
             while blocks or requests:
                 stats = await stack.stats()
                 if stats is not None:
-                    blocks = stats.geometry.num_blocks - stats.levels.num_free_blocks
+                    blocks = stats.geometry.num_blocks - stats.levels.num_unused_blocks
                     requests = stats.num_requests
                 await asyncio.sleep(0.1)
     return blocks, requests

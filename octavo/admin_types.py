@@ -23,6 +23,12 @@ class PoolLevels:
     num_reserved_blocks: int
     num_free_sequences: int
 
+    @property
+    def num_unused_blocks(self) -> int:
+        """Blocks that nobody holds: free ones, and cached ones, which are kept for their content
+        until somebody needs them."""
+        return self.num_free_blocks + self.num_cached_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:

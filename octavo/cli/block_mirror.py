@@ -311,7 +311,7 @@ class RequestStory:
 
     def _note_levels(self, levels: kv.PoolLevels) -> None:
         lowest = self.lowest_levels
-        if lowest is None or levels.num_free_blocks < lowest.num_free_blocks:
+        if lowest is None or levels.num_unused_blocks < lowest.num_unused_blocks:
             self.lowest_levels = levels
         self.last_levels = levels
 

@@ -226,7 +226,7 @@ class Demo:
         say()
         say(render.pool_table(observed.before, story, observed.after))
         say(render.bullets([render.given_back_line(story)]))
-        if observed.after.levels.num_free_blocks != observed.before.levels.num_free_blocks:
+        if observed.after.levels.num_unused_blocks != observed.before.levels.num_unused_blocks:
             raise DemoError("not every block came back to the pool")
 
     # ---- 3
@@ -295,6 +295,6 @@ def _follow(events: EventStream, story: RequestStory, before: PoolStats) -> None
         if (
             story.confirmed
             and levels is not None
-            and levels.num_free_blocks >= before.levels.num_free_blocks
+            and levels.num_unused_blocks >= before.levels.num_unused_blocks
         ):
             return

@@ -226,7 +226,7 @@ def pool_table(before: PoolStats, story: RequestStory, after: PoolStats) -> Tabl
     """The pool's levels before the request, at the fullest moment, and after it."""
     table = Table(box=box.ROUNDED, header_style="bold")
     table.add_column("the pool")
-    for name in ("free", "in use", "on its way back", "total"):
+    for name in ("free", "cached", "in use", "on its way back", "total"):
         table.add_column(name, justify="right")
     total = before.geometry.num_blocks if before.geometry is not None else 0
     moments = [("before", before.levels), ("at its fullest", story.lowest_levels)]
@@ -236,9 +236,10 @@ def pool_table(before: PoolStats, story: RequestStory, after: PoolStats) -> Tabl
     return table
 
 
-def _level_cells(levels: PoolLevels) -> tuple[Text, str, str]:
+def _level_cells(levels: PoolLevels) -> tuple[Text, str, str, str]:
     return (
         Text(str(levels.num_free_blocks), "bold"),
+        str(levels.num_cached_blocks),
         str(levels.num_in_use_blocks),
         str(levels.num_quarantined_blocks),
     )

@@ -119,9 +119,9 @@ def test_a_preemption_is_told() -> None:
 def test_the_pool_before_at_its_fullest_and_after() -> None:
     drawn = text_of(render.pool_table(stats(8), story_of(two_candidates()), stats(8)))
     lines = [line.replace("│", " ").split() for line in drawn.splitlines()]
-    assert ["before", "8", "0", "0", "8"] in lines
-    assert ["at", "its", "fullest", "2", "6", "0", "8"] in lines
-    assert ["after", "8", "0", "0", "8"] in lines
+    assert ["before", "8", "0", "0", "0", "8"] in lines
+    assert ["at", "its", "fullest", "2", "0", "6", "0", "8"] in lines
+    assert ["after", "8", "0", "0", "0", "8"] in lines
 
 
 def test_where_answers_part() -> None:

@@ -339,7 +339,7 @@ class Link:
 
 
 def is_empty(stats: PoolStats) -> bool:
-    """No request, no sequence, and every block free."""
+    """No request, no sequence, and no block that anybody holds."""
     levels = stats.levels
     assert stats.geometry is not None
     accounted = (
@@ -353,5 +353,5 @@ def is_empty(stats: PoolStats) -> bool:
     return (
         stats.num_requests == stats.num_sequences == 0
         and levels.num_in_use_blocks == levels.num_quarantined_blocks == 0
-        and levels.num_free_blocks == stats.geometry.num_blocks
+        and levels.num_unused_blocks == stats.geometry.num_blocks
     )
