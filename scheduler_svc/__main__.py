@@ -9,7 +9,9 @@ from octavo.service import transport  # noqa: F401 (before grpc)
 import asyncio
 import os
 import secrets
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import structlog
@@ -18,6 +20,7 @@ import typer
 from octavo.service import logs, telemetry
 from octavo.service.server import AddressError, ServiceHost, run
 from octavo.v1 import inference_pb2, inference_pb2_grpc
+from scheduler_svc.api_keys import ApiKeys, ApiKeysError, NoApiKeys, load_api_keys
 from scheduler_svc.core.machine import SchedulerConfig
 from scheduler_svc.kvmem_port import GrpcKvMemory
 from scheduler_svc.loop import Engine, Patience
@@ -40,8 +43,13 @@ async def serve(
     peers: tuple[str, str],
     config: SchedulerConfig,
     patience: Patience,
+    api_keys: Path | None = None,
 ) -> None:
-    """Run the scheduler until it is told to stop. peers: addresses of memory service and worker."""
+    """Run the scheduler until it is told to stop. peers: addresses of memory service and worker.
+
+    Raises ApiKeysError when the file of that name will not do.
+    """
+    known: ApiKeys | NoApiKeys = NoApiKeys() if api_keys is None else load_api_keys(api_keys)
     traces = telemetry.setup("octavo-scheduler")
     fence = FenceHolder()
     kvmem, worker = GrpcKvMemory(peers[0], fence), GrpcWorker(peers[1], fence)
@@ -51,7 +59,11 @@ async def serve(
         return servicer.tokenizer.detokenizer
 
     engine = Engine(config, kvmem, worker, traces, open_text, patience)
-    servicer = InferenceServicer(engine, traces)
+    servicer = InferenceServicer(engine, traces, known)
+    if api_keys is not None:
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGHUP, _read_keys_again, servicer, api_keys
+        )
     host = ServiceHost("scheduler", addresses[0], [SERVICE_NAME], more_addresses=addresses[1:])
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, host.server)
     await host.start()
@@ -66,6 +78,17 @@ async def serve(
     traces.shutdown()
     if failed:
         raise failed
+
+
+def _read_keys_again(servicer: InferenceServicer, path: Path) -> None:
+    """Calls from now on; what was begun with a key that is gone goes on to its end."""
+    try:
+        known = load_api_keys(path)
+    except ApiKeysError as error:
+        log.error("the API keys stay as they were", error=str(error))
+    else:
+        servicer.api_keys = known
+        log.info("API keys read again", num_keys=len(known))
 
 
 @app.command()
@@ -101,6 +124,15 @@ def main(
             help="How long the result of a caller that is gone, but may come back, is kept.",
         ),
     ] = Patience.result_s,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="OCTAVO_SCHEDULER_API_KEYS",
+            help="A file, mode 0600, of lines TENANT KEY or TENANT sha256:DIGEST: only callers with"
+            " one of these keys are served, each as its tenant. Read again on SIGHUP."
+            " Default: everybody is served, as one tenant.",
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(envvar="OCTAVO_LOG_LEVEL")] = "info",
 ) -> None:
     """Serve the public API, planning steps over a memory service and a worker."""
@@ -117,8 +149,8 @@ def main(
             f"scheduler-{os.getpid()}-{secrets.token_hex(4)}", advertise_address or address[0]
         )
         patience = Patience(recovery_timeout_s, result_ttl_s)
-        run(serve(address, holder, (kvmem, worker), config, patience))
-    except AddressError as error:
+        run(serve(address, holder, (kvmem, worker), config, patience, api_keys))
+    except (AddressError, ApiKeysError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from octavo.service.errors import ServiceError
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.mailbox import Mailbox
+from scheduler_svc.tenants import outer_id
 
 
 class Callers:
@@ -33,7 +34,9 @@ class Callers:
         self.stop_waiting(request_id)
         self.fail(
             request_id,
-            ServiceError("ATTACH_REPLACED", f"another stream has attached to {request_id!r}"),
+            ServiceError(
+                "ATTACH_REPLACED", f"another stream has attached to {outer_id(request)!r}"
+            ),
         )
         mailbox = self._mailboxes[request_id] = Mailbox(request)
         return mailbox

@@ -133,6 +133,7 @@ def _arrive_message(op: ops.Arrive) -> kvmem_pb2.Arrive:
         request_spec=request.spec,
         request_digest=request.digest,
         traceparent=request.traceparent,
+        cache_salt=request.cache_salt,
         candidates=[
             kvmem_pb2.ArrivingCandidate(
                 candidate=candidate.candidate,

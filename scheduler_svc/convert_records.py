@@ -16,6 +16,7 @@ from scheduler_svc.core.stopping import FinishReason
 
 MAX_ATTACH_SECRET_BYTES = 64
 MAX_DETACH_TTL_MS = 600_000
+MAX_CACHE_SALT_BYTES = 64
 DIGEST_BYTES = 16
 STATE_WORD_BYTES = 8
 
@@ -26,14 +27,16 @@ CallerMessage = inference_pb2.GenerateRequest | inference_pb2.ChatRequest
 
 
 def request_of(
+    tenant: str,
     request_id: str,
     token_ids: tuple[int, ...],
     params: SamplingParams,
     message: CallerMessage,
     traceparent: str,
 ) -> Request:
-    """A request with its spec: what another scheduler would need beside the prompt, which the
-    record holds anyway; the seed is drawn already. Raises InvalidRequestError."""
+    """A request of `tenant` with its spec: what another scheduler would need beside the prompt,
+    which the record holds anyway; the seed is drawn already. request_id: the one it has inside.
+    Raises InvalidRequestError."""
     attachment = message.attachment
     if len(attachment.secret) > MAX_ATTACH_SECRET_BYTES:
         raise InvalidRequestError(
@@ -47,6 +50,12 @@ def request_of(
             f"attachment.detach_ttl_ms is {attachment.detach_ttl_ms}; it must be in"
             f" [0, {MAX_DETACH_TTL_MS}]",
         )
+    num_salt_bytes = len(message.cache_salt.encode())
+    if num_salt_bytes > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(
+            "INVALID_PARAMETER",
+            f"cache_salt has {num_salt_bytes} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed",
+        )
     secret_digest = secret_digest_of(attachment.secret)
     detach_ttl_ms = attachment.detach_ttl_ms if secret_digest else 0
     spec = types_pb2.RequestSpec(
@@ -59,6 +68,8 @@ def request_of(
         request_id,
         token_ids,
         params,
+        tenant=tenant,
+        cache_salt=message.cache_salt,
         spec=spec.SerializeToString(deterministic=True),
         digest=_content_digest(message),
         traceparent=traceparent,
@@ -136,6 +147,7 @@ def adopted_of(message: kvmem_pb2.AdoptedRequest) -> ops.AdoptedRequest:
         tuple(unpack(message.prompt_token_ids, I32, "prompt_token_ids").tolist()),
         SamplingParams(**{**_fields_of(params), "max_tokens": max_tokens}),
         tenant=message.tenant,
+        cache_salt=message.cache_salt,
         spec=message.request_spec,
         digest=message.request_digest,
         traceparent=spec.traceparent,

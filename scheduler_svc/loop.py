@@ -28,6 +28,7 @@ from scheduler_svc.ports import (
     WorkerPort,
 )
 from scheduler_svc.takeover import machine_key, take_over, within_limits
+from scheduler_svc.tenants import outer_id
 
 log = structlog.get_logger()
 
@@ -126,7 +127,9 @@ class Engine:
             self._handle(machine, events.RequestArrived(request, received))
             return mailbox
         if not _is_same_caller(existing, request):
-            raise ServiceError("REQUEST_EXISTS", f"a live request has the id {request_id!r}")
+            raise ServiceError(
+                "REQUEST_EXISTS", f"a live request has the id {outer_id(existing)!r}"
+            )
         mailbox = self._callers.attach(existing)
         self._handle(machine, events.Attached(request_id, received))
         log.info("attached again", request_id=request_id)
@@ -143,7 +146,8 @@ class Engine:
             return False
         self._callers.stop_waiting(request_id)
         self._callers.fail(
-            request_id, ServiceError("UNKNOWN_REQUEST", f"request {request_id!r} was aborted")
+            request_id,
+            ServiceError("UNKNOWN_REQUEST", f"request {outer_id(existing)!r} was aborted"),
         )
         self._handle(machine, events.AbortRequested(request_id))
         return True

@@ -13,10 +13,12 @@ from scheduler_svc.core.sequence import Request
 
 @dataclass(frozen=True)
 class Delivery:
-    """Everything new since the last one. `times` comes with the last."""
+    """Everything new since the last one. `times` comes with the last, `num_cached_tokens` with
+    the first, where it is known."""
 
     deltas: tuple[CandidateDelta, ...]
     times: RequestTimes | None
+    num_cached_tokens: int | None = None
 
     @property
     def last(self) -> bool:
@@ -33,6 +35,7 @@ class Mailbox:
         self._error: ServiceError | None = None
         self._deltas: dict[int, CandidateDelta] = {}
         self._times: RequestTimes | None = None
+        self._num_cached_tokens: int | None = None
 
     def accept(self) -> None:
         self._accepted = True
@@ -47,6 +50,8 @@ class Mailbox:
             held = self._deltas.get(delta.index)
             self._deltas[delta.index] = delta if held is None else _merged(held, delta)
         self._times = emit.times or self._times
+        if emit.num_cached_tokens is not None:
+            self._num_cached_tokens = emit.num_cached_tokens
         self._news.set()
 
     async def accepted(self) -> None:
@@ -58,8 +63,8 @@ class Mailbox:
         """Wait for output. Raises ServiceError when the request failed."""
         while not (self._deltas or self._times):
             await self._wait()
-        delivery = Delivery(tuple(self._deltas.values()), self._times)
-        self._deltas = {}
+        delivery = Delivery(tuple(self._deltas.values()), self._times, self._num_cached_tokens)
+        self._deltas, self._num_cached_tokens = {}, None
         return delivery
 
     async def _wait(self) -> None:

@@ -18,15 +18,16 @@ from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry, traceparent
 from octavo.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from scheduler_svc import convert, convert_records
+from scheduler_svc.api_keys import ApiKeys, Metadata, NoApiKeys
 from scheduler_svc.convert_records import CallerMessage
 from scheduler_svc.core.events import RequestTimes
 from scheduler_svc.core.params import InvalidRequestError, resolve
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.loop import Engine
 from scheduler_svc.mailbox import Mailbox
+from scheduler_svc.tenants import checked_inner_id, inner_id, outer_id
 from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
 
-MAX_REQUEST_ID_BYTES = 256
 MAX_MESSAGES = 1024
 # Shorter texts are tokenized where they arrive, in a millisecond at most. Longer ones, one at a
 # time, beside the event loop: 10 MB take seconds, and nobody else's tokens wait for them.
@@ -34,13 +35,25 @@ MAX_INLINE_CHARS = 4096
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Checks and tokenizes requests, and streams what the engine makes of them."""
+    """Checks and tokenizes requests, and streams what the engine makes of them.
 
-    def __init__(self, engine: Engine, telemetry: Telemetry) -> None:
+    Every call is one of a tenant, which `api_keys` tells; a tenant's requests are its own: to
+    everybody else they are not there.
+    """
+
+    def __init__(
+        self, engine: Engine, telemetry: Telemetry, api_keys: ApiKeys | NoApiKeys | None = None
+    ) -> None:
+        self.api_keys = api_keys or NoApiKeys()
         self._engine = engine
         self._telemetry = telemetry
         self._text_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self.tokenizer: Tokenizer | None = None
+
+    def _tenant(self, context: grpc.aio.ServicerContext) -> str:
+        """Who calls. Raises ServiceError UNAUTHENTICATED."""
+        metadata: Metadata = tuple(context.invocation_metadata() or ())
+        return self.api_keys.tenant_of(metadata)
 
     def _tokenizer(self) -> Tokenizer:
         self._engine.limits()
@@ -63,6 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateReply]:
         try:
+            tenant = self._tenant(context)
             match request.WhichOneof("input"):
                 case "prompt":
                     token_ids = await self._encode(request.prompt)
@@ -70,7 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     token_ids = tuple(request.prompt_token_ids.ids)
                 case _:
                     token_ids = ()
-            async with aclosing(self._serve(request, token_ids, context)) as replies:
+            async with aclosing(self._serve(tenant, request, token_ids, context)) as replies:
                 async for reply in replies:
                     yield reply
         except ServiceError as error:
@@ -80,8 +94,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateReply]:
         try:
+            tenant = self._tenant(context)
             token_ids = await self._encode_chat(request.messages)
-            async with aclosing(self._serve(request, token_ids, context)) as replies:
+            async with aclosing(self._serve(tenant, request, token_ids, context)) as replies:
                 async for reply in replies:
                     yield reply
         except ServiceError as error:
@@ -89,6 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _serve(
         self,
+        tenant: str,
         message: CallerMessage,
         token_ids: tuple[int, ...],
         context: grpc.aio.ServicerContext,
@@ -101,20 +117,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._check_model(message.model)
         span = self._open_span(context)
         started_ns = time.time_ns()
-        mailbox = self._submit(message, token_ids, traceparent(span) if span else "")
+        mailbox = self._submit(tenant, message, token_ids, traceparent(span) if span else "")
         request = mailbox.request
         complete = False
         try:
             await mailbox.accepted()
             yield inference_pb2.GenerateReply(
-                request_id=request.request_id,
+                request_id=outer_id(request),
                 seed=request.params.seed,
                 num_prompt_tokens=len(token_ids),
             )
             while not complete:
                 delivery = await mailbox.next()
                 yield inference_pb2.GenerateReply(
-                    deltas=[convert.delta_message(delta) for delta in delivery.deltas]
+                    deltas=[convert.delta_message(delta) for delta in delivery.deltas],
+                    num_cached_tokens=delivery.num_cached_tokens,
                 )
                 complete = delivery.last
                 if delivery.times is not None:
@@ -123,18 +140,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._engine.leave(request.request_id, mailbox, complete=complete)
             if span is not None:
                 span.set_attribute("octavo.request_id", request.request_id)
+                span.set_attribute("octavo.tenant", tenant)
                 span.set_attribute("octavo.num_prompt_tokens", len(token_ids))
                 span.set_attribute("octavo.aborted", not complete)
                 span.end()
 
-    def _submit(self, message: CallerMessage, token_ids: tuple[int, ...], parent: str) -> Mailbox:
-        request_id = message.request_id or f"req-{secrets.token_hex(8)}"
-        num_bytes = len(request_id.encode())
-        if num_bytes > MAX_REQUEST_ID_BYTES:
-            raise ServiceError(
-                "INVALID_PARAMETER",
-                f"request_id has {num_bytes} bytes; at most {MAX_REQUEST_ID_BYTES} are allowed",
-            )
+    def _submit(
+        self, tenant: str, message: CallerMessage, token_ids: tuple[int, ...], parent: str
+    ) -> Mailbox:
+        request_id = checked_inner_id(tenant, message.request_id or f"req-{secrets.token_hex(8)}")
         params, max_tokens = convert.params_of(message.params)
         if not message.params.HasField("seed"):
             drawn_before = message.attachment.HasField("drawn_seed")
@@ -148,7 +162,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 prompt_token_ids=token_ids,
                 limits=limits,
             )
-            request = convert_records.request_of(request_id, token_ids, params, message, parent)
+            request = convert_records.request_of(
+                tenant, request_id, token_ids, params, message, parent
+            )
             received = convert_records.received_of(message.attachment, params, limits.vocab_size)
         except InvalidRequestError as error:
             raise ServiceError(error.reason, error.message) from error
@@ -216,6 +232,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeReply:
         try:
+            self._tenant(context)
             if request.WhichOneof("input") == "chat":
                 return inference_pb2.TokenizeReply(
                     token_ids=await self._encode_chat(request.chat.messages)
@@ -228,8 +245,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.AbortReply:
         try:
+            request_id = inner_id(self._tenant(context), request.request_id)
             secret_digest = convert_records.secret_digest_of(request.attach_secret)
-            aborted = self._engine.abort(request.request_id, secret_digest)
+            aborted = self._engine.abort(request_id, secret_digest)
             return inference_pb2.AbortReply(aborted=aborted)
         except ServiceError as error:
             await abort(context, error)
@@ -238,6 +256,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ModelDescription:
         try:
+            self._tenant(context)
             tokenizer = self._tokenizer()
         except ServiceError as error:
             await abort(context, error)
@@ -257,18 +276,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListRequestsReply:
         try:
+            tenant = self._tenant(context)
             groups = self._engine.machine.groups.values()
         except ServiceError as error:
             await abort(context, error)
         return inference_pb2.ListRequestsReply(
             requests=[
                 inference_pb2.RequestSummary(
-                    request_id=group.request.request_id,
+                    request_id=outer_id(group.request),
                     status=group.status.value,
                     num_prompt_tokens=len(group.request.prompt_token_ids),
                     num_candidates=group.request.params.n,
                     num_output_tokens=sum(len(s.output_token_ids) for s in group.sequences),
                 )
                 for group in groups
+                if group.request.tenant == tenant
             ]
         )

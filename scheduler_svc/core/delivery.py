@@ -19,6 +19,7 @@ class Recipient:
     def __init__(self, received: Mapping[int, events.Received]) -> None:
         self._num_tokens = {index: len(had.token_ids) for index, had in received.items()}
         self._ended = {index for index, had in received.items() if had.finish_reason is not None}
+        self._was_told = False
 
     def news(self, group: SequenceGroup) -> tuple[events.CandidateDelta, ...]:
         """What may be shown and was not; it counts as told from now on."""
@@ -28,6 +29,14 @@ class Recipient:
             if sequence.candidate not in self._ended
         )
         return tuple(delta for delta in deltas if delta is not None)
+
+    def num_cached_tokens(self, group: SequenceGroup) -> int | None:
+        """To be told with the first news, and never again."""
+        if self._was_told or group.num_cached_tokens is None:
+            return None
+        self._was_told = True
+        # One that was entered with its output may have found the KV of that as well.
+        return min(group.num_cached_tokens, len(group.request.prompt_token_ids))
 
     def has_everything(self, group: SequenceGroup) -> bool:
         """Whether the end of every candidate has been told."""
@@ -100,4 +109,9 @@ class Recipients:
             group.first_token_at_s,
             group.num_preemptions,
         )
-        return events.Emit(group.request.request_id, deltas, times if complete else None)
+        return events.Emit(
+            group.request.request_id,
+            deltas,
+            times if complete else None,
+            recipient.num_cached_tokens(group),
+        )

@@ -171,11 +171,16 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Emit:
-    """Committed output, safe to show. `times` comes with the last one."""
+    """Committed output, safe to show. `times` comes with the last one.
+
+    num_cached_tokens: with the first one a caller gets, where it is known: of the prompt, those
+    whose KV was there when the request was first admitted.
+    """
 
     request_id: str
     deltas: tuple[CandidateDelta, ...]
     times: RequestTimes | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
