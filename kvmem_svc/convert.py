@@ -359,6 +359,7 @@ def summary_to_pb(summary: SequenceSummary) -> pb.SequenceSummary:
         num_computed_tokens=summary.num_computed_tokens,
         num_blocks=summary.num_blocks,
         num_shared_blocks=summary.num_shared_blocks,
+        num_host_blocks=summary.num_host_blocks,
         finish_reason=types_pb2.FinishReason.Name(summary.finish_reason),
     )
 

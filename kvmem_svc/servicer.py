@@ -80,6 +80,8 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         self._on_serving = on_serving
         self._now_ms = now_ms
         self._watchers = Watchers()
+        # Since this process started.
+        self._num_recorded_tokens = 0
         self._draining = False
         self._is_serving = True
         # The handler of the stream that holds the session, and why it was cancelled by us.
@@ -349,6 +351,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         result = self._guarded(lambda: self._gatekeeper.apply(batch, now_ms))
         reply = self._result_to_pb(result)
         if memory.num_batches != num_batches:  # else sent again: told already
+            self._num_recorded_tokens += _num_recorded_tokens(batch, result)
             if trace is not None:
                 self._tracer.end(trace, result)
             if self._watchers:
@@ -427,6 +430,8 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         stats = convert.stats_to_pb(self._memory.stats(), self._memory.ledger)
         stats.mutations_open = self._gatekeeper.mutations_open
         stats.orphaned_ms = self._gatekeeper.leases.orphaned_ms
+        stats.last_step_id = self._memory.last_step_id
+        stats.num_recorded_tokens = self._num_recorded_tokens
         stats.journal_healthy = self._journal.healthy
         stats.prefix_cache_enabled = self._memory.configuration.use_prefix_cache
         return stats
@@ -490,6 +495,15 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         """Everything may have changed: watchers start over from a new snapshot."""
         if self._watchers:
             self._watchers.publish(self._snapshot())
+
+
+def _num_recorded_tokens(batch: b.Batch, result: b.BatchResult) -> int:
+    """Tokens that the batch added to sequences; those that an Arrive brings were there before."""
+    return sum(
+        op.token_ids.size
+        for op, op_result in zip(batch.ops, result.results, strict=True)
+        if isinstance(op, b.Commit | b.Append | b.Fork) and op_result.status is b.OpStatus.OK
+    )
 
 
 def _service_error(error: KvMemoryError | ServiceError) -> ServiceError:

@@ -21,6 +21,7 @@ def read_levels(reply: types_pb2.PoolLevels) -> types.PoolLevels:
         reply.num_quarantined_blocks,
         reply.num_reserved_blocks,
         reply.num_free_sequences,
+        reply.num_free_host_blocks,
     )
 
 
@@ -38,7 +39,67 @@ def read_stats(reply: kvmem_pb2.PoolStats) -> types.PoolStats:
         reply.num_batches,
         reply.kvmem_boot_id,
         reply.worker_boot_id,
+        _read_session(reply),
+        _read_prefix_cache(reply),
+        reply.num_finished_sequences,
+        reply.num_expired_requests,
+        reply.num_tenants,
+        reply.num_swapped_out_blocks,
+        reply.num_swapped_in_blocks,
+        reply.last_step_id,
+        reply.num_recorded_tokens,
     )
+
+
+def _read_session(reply: kvmem_pb2.PoolStats) -> types.SessionStats:
+    return types.SessionStats(
+        reply.holder,
+        reply.holder_address,
+        reply.epoch,
+        reply.mutations_open,
+        reply.orphaned_ms,
+        reply.journal_healthy,
+    )
+
+
+def _read_prefix_cache(reply: kvmem_pb2.PoolStats) -> types.PrefixCacheStats:
+    return types.PrefixCacheStats(
+        reply.prefix_cache_enabled,
+        reply.num_prefix_lookups,
+        reply.num_prefix_hits,
+        reply.num_prefix_lookup_tokens,
+        reply.num_prefix_hit_tokens,
+        reply.num_published,
+        reply.num_evictions,
+        reply.num_pins,
+    )
+
+
+def read_page(reply: kvmem_pb2.ListSequencesReply) -> types.SequencePage:
+    return types.SequencePage(tuple(map(_read_summary, reply.sequences)), reply.truncated)
+
+
+def _read_summary(summary: kvmem_pb2.SequenceSummary) -> types.SequenceSummary:
+    return types.SequenceSummary(
+        summary.sequence_id,
+        summary.request_id,
+        summary.arrival_number,
+        summary.candidate,
+        summary.tenant,
+        _read_status(summary.status),
+        summary.num_prompt_tokens,
+        summary.num_tokens,
+        summary.num_computed_tokens,
+        summary.num_blocks,
+        summary.num_shared_blocks,
+        summary.num_host_blocks,
+        FINISH_REASONS.get(summary.finish_reason),
+    )
+
+
+def _read_status(status: kvmem_pb2.SequenceStatus) -> types.SequenceStatus:
+    name = kvmem_pb2.SequenceStatus.Name(status).removeprefix("SEQUENCE_STATUS_")
+    return types.SequenceStatus(name.lower())
 
 
 def read_tables(reply: kvmem_pb2.GetBlockTablesReply) -> types.BlockTables:
@@ -46,12 +107,11 @@ def read_tables(reply: kvmem_pb2.GetBlockTablesReply) -> types.BlockTables:
 
 
 def _read_sequence(view: kvmem_pb2.SequenceView) -> types.SequenceView:
-    status = kvmem_pb2.SequenceStatus.Name(view.status).removeprefix("SEQUENCE_STATUS_")
     return types.SequenceView(
         view.sequence_id,
         view.request_id,
         view.candidate,
-        types.SequenceStatus(status.lower()),
+        _read_status(view.status),
         view.num_tokens,
         view.num_computed_tokens,
         view.num_prompt_tokens,
@@ -115,7 +175,12 @@ def _read_op(op: kvmem_pb2.Op, result: kvmem_pb2.OpResult) -> types.AppliedOp:
 
 
 def _read_arrive(op: kvmem_pb2.Arrive) -> types.Arrive:
-    return types.Arrive(op.request_id, tuple(op.prompt_token_ids), op.num_candidates)
+    return types.Arrive(
+        op.request_id,
+        tuple(op.prompt_token_ids),
+        op.num_candidates,
+        tuple(candidate.candidate for candidate in op.candidates),
+    )
 
 
 def _read_admit(op: kvmem_pb2.Admit) -> types.Admit:
@@ -154,24 +219,29 @@ _OPS: dict[str, Callable[[Any], types.Op]] = {
     "preempt": lambda op: types.Preempt(tuple(op.sequence_ids)),
     "free": lambda op: types.Free(tuple(op.sequence_ids), FINISH_REASONS.get(op.finish_reason)),
     "confirm": lambda op: types.Confirm(op.request_id),
+    "swap_out": lambda op: types.SwapOut(tuple(op.sequence_ids)),
+    "swap_in": lambda op: types.SwapIn(tuple(member.sequence_id for member in op.members)),
 }
 
 
 # ---------------------------------------------------------------- outcomes
 
 
-def _read_admitted(result: kvmem_pb2.Admitted) -> types.Admitted:
-    return types.Admitted(
-        tuple(
-            types.SequenceTable(table.sequence_id, tuple(_int32s(table.block_ids)))
-            for table in result.tables
-        )
+def _read_whole_tables(
+    result: kvmem_pb2.Admitted | kvmem_pb2.SwappedIn,
+) -> tuple[types.SequenceTable, ...]:
+    return tuple(
+        types.SequenceTable(table.sequence_id, tuple(_int32s(table.block_ids)))
+        for table in result.tables
     )
 
 
 _OUTCOMES: dict[str, Callable[[Any], types.Outcome]] = {
-    "arrived": lambda result: types.Arrived(result.sequence_id, result.arrival_number),
-    "admitted": _read_admitted,
+    "arrived": lambda result: types.Arrived(
+        result.sequence_id, result.arrival_number, tuple(result.candidate_sequence_ids)
+    ),
+    "admitted": lambda result: types.Admitted(_read_whole_tables(result)),
+    "swapped_in": lambda result: types.SwappedIn(_read_whole_tables(result)),
     "forked": lambda result: types.Forked(
         tuple(result.child_sequence_ids), tuple(_int32s(result.block_ids))
     ),

@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from octavo import _wire, _wire_kvmem
-from octavo.admin_types import BlockTables, Event, PoolStats
+from octavo.admin_types import BlockTables, Event, PoolStats, SequencePage
 from octavo.client import UNARY_TIMEOUT_S, checked_address
 from octavo.service.server import CHANNEL_OPTIONS
 from octavo.v1 import kvmem_pb2, kvmem_pb2_grpc
@@ -73,11 +73,32 @@ class KvMemoryInspector:
         return _wire_kvmem.read_stats(reply)
 
     def block_tables(
-        self, request_id: str | None = None, *, timeout_s: float = UNARY_TIMEOUT_S
+        self,
+        request_id: str | None = None,
+        *,
+        max_sequences: int = 0,
+        timeout_s: float = UNARY_TIMEOUT_S,
     ) -> BlockTables:
-        """The tables of one request's sequences, or of all. NotFoundError: no such request."""
-        request = kvmem_pb2.GetBlockTablesRequest(request_id=request_id or "")
+        """The tables of one request's sequences, or of all; at most max_sequences of them, 0 being
+        the service's own limit. NotFoundError: no such request."""
+        request = kvmem_pb2.GetBlockTablesRequest(
+            request_id=request_id or "", max_sequences=max_sequences
+        )
         return _wire_kvmem.read_tables(self._call(self._stub.GetBlockTables, request, timeout_s))
+
+    def list_sequences(
+        self,
+        after_sequence_id: int = 0,
+        page_size: int = 0,
+        *,
+        timeout_s: float = UNARY_TIMEOUT_S,
+    ) -> SequencePage:
+        """The sequences above `after_sequence_id`, without their tables. page_size: 1 .. 4096, or
+        0 for the service's own."""
+        request = kvmem_pb2.ListSequencesRequest(
+            after_sequence_id=after_sequence_id, page_size=page_size
+        )
+        return _wire_kvmem.read_page(self._call(self._stub.ListSequences, request, timeout_s))
 
     def watch(self, *, timeout_s: float = WATCH_TIMEOUT_S) -> EventStream:
         """Everything from now on; nothing between the snapshot and the batches is left out."""

@@ -14,7 +14,10 @@ from octavo.types import FinishReason, PoolGeometry
 
 @dataclass(frozen=True, slots=True)
 class PoolLevels:
-    """How the pool's blocks are spread; the five sum to num_blocks at every idle moment."""
+    """How the pool's blocks are spread; the first five sum to num_blocks at every idle moment.
+
+    num_free_host_blocks: of the host tier, when there is one.
+    """
 
     num_free_blocks: int
     num_cached_blocks: int
@@ -22,6 +25,7 @@ class PoolLevels:
     num_quarantined_blocks: int
     num_reserved_blocks: int
     num_free_sequences: int
+    num_free_host_blocks: int = 0
 
     @property
     def num_unused_blocks(self) -> int:
@@ -31,8 +35,41 @@ class PoolLevels:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Of the attached pool: sequences that looked for a prefix and those that found one, their
+    tokens in all and found, blocks that entered the cache and that were taken from it."""
+
+    enabled: bool = False
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_published: int = 0
+    num_evictions: int = 0
+    num_pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """Who holds the session, or held it last, and of what epoch it is. orphaned_ms: for how long
+    there has been none; 0: there is one. mutations_open: batches are taken."""
+
+    holder: str = ""
+    holder_address: str = ""
+    epoch: int = 0
+    mutations_open: bool = False
+    orphaned_ms: int = 0
+    journal_healthy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Pool levels and counters since the pool was attached; geometry None: it is not yet."""
+    """Pool levels and counters since the pool was attached; geometry None: it is not yet.
+
+    num_finished_sequences: ended, their request not confirmed yet. num_expired_requests: over the
+    life of the memory service, as is last_step_id, the newest step that was prepared.
+    num_recorded_tokens: generated since the process started.
+    """
 
     geometry: PoolGeometry | None
     levels: PoolLevels
@@ -46,12 +83,22 @@ class PoolStats:
     num_batches: int
     kvmem_boot_id: str
     worker_boot_id: str
+    session: SessionStats = SessionStats()
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()
+    num_finished_sequences: int = 0
+    num_expired_requests: int = 0
+    num_tenants: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    last_step_id: int = 0
+    num_recorded_tokens: int = 0
 
 
 class SequenceStatus(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+    SWAPPED = "swapped"  # its KV is in the host tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +126,45 @@ class BlockTables:
     truncated: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceSummary:
+    """One sequence without its table. num_shared_blocks: those that other tables hold as well."""
+
+    sequence_id: int
+    request_id: str
+    arrival_number: int
+    candidate: int
+    tenant: str
+    status: SequenceStatus
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+    num_host_blocks: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePage:
+    """Some of all sequences, in order of their ids; truncated: there are more above the last."""
+
+    sequences: tuple[SequenceSummary, ...]
+    truncated: bool
+
+
 # ---------------------------------------------------------------- ops
 
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
+    """candidate_indices: which candidates it brings, of a request that was known before; empty:
+    candidate 0."""
+
     request_id: str
     prompt_token_ids: tuple[int, ...]
     num_candidates: int
+    candidate_indices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +230,17 @@ class Confirm:
     request_id: str
 
 
-Op = Arrive | Admit | Commit | Reserve | Append | Fork | Preempt | Free | Confirm
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    sequence_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    sequence_ids: tuple[int, ...]
+
+
+Op = Arrive | Admit | Commit | Reserve | Append | Fork | Preempt | Free | Confirm | SwapOut | SwapIn
 
 
 # ---------------------------------------------------------------- results
@@ -167,13 +255,18 @@ class OpStatus(StrEnum):
     UNKNOWN_REQUEST = "unknown_request"
     INVALID_STATE = "invalid_state"
     INVALID_ARGUMENT = "invalid_argument"
+    TENANT_QUOTA = "tenant_quota"
+    NO_FREE_HOST_BLOCKS = "no_free_host_blocks"
     UNSPECIFIED = "unspecified"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """candidate_sequence_ids: one for each of the op's candidate_indices, in their order."""
+
     sequence_id: int
     arrival_number: int
+    candidate_sequence_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +277,11 @@ class SequenceTable:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
+    tables: tuple[SequenceTable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn:
     tables: tuple[SequenceTable, ...]
 
 
@@ -200,7 +298,7 @@ class Reserved:
     failed_groups: tuple[int, ...]
 
 
-Outcome = Arrived | Admitted | Forked | Reserved
+Outcome = Arrived | Admitted | Forked | Reserved | SwappedIn
 
 
 @dataclass(frozen=True, slots=True)

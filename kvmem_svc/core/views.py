@@ -117,6 +117,7 @@ class SequenceSummary:
     num_computed_tokens: int
     num_blocks: int
     num_shared_blocks: int
+    num_host_blocks: int
     finish_reason: FinishReason
 
 
@@ -135,6 +136,7 @@ def sequence_summaries(
 def _summary(manager: BlockManager, sequence_id: int) -> SequenceSummary:
     view = sequence_view(manager, sequence_id)
     record = manager.requests[view.request_id]
+    is_live = view.status is not Status.FINISHED
     return SequenceSummary(
         sequence_id,
         view.request_id,
@@ -147,6 +149,7 @@ def _summary(manager: BlockManager, sequence_id: int) -> SequenceSummary:
         view.num_computed_tokens,
         view.block_ids.size,
         int((view.ref_counts >= 2).sum()),
+        manager.sequences.num_host_blocks(sequence_id & ROW_MASK) if is_live else 0,
         view.finish_reason,
     )
 

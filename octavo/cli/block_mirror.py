@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 from octavo import admin_types as kv
 
@@ -62,6 +63,8 @@ class _Sequence:
     request_id: str
     candidate: int
     slots: list[Slot] = field(default_factory=list)
+    # Freed without a reason: its candidate number is free again.
+    is_pruned: bool = False
 
     def take(self, step_id: int, sequence_id: int, slots: Iterable[Slot]) -> list[Change]:
         """Replace the whole table."""
@@ -123,18 +126,44 @@ class BlockMirror:
 
     def _apply_op(self, step_id: int, applied: kv.AppliedOp) -> list[Change]:
         match applied.op, applied.outcome:
-            case kv.Arrive(request_id), kv.Arrived(sequence_id):
-                self._sequences[sequence_id] = _Sequence(request_id, candidate=0)
+            case kv.Arrive() as arrive, kv.Arrived() as arrived:
+                self._arrive(arrive, arrived)
             case kv.Admit() as admit, kv.Admitted(tables):
                 return self._admit(step_id, admit, tables)
             case kv.Fork(sequence_id), kv.Forked() as forked:
                 return self._fork(step_id, sequence_id, forked)
-            case ((kv.Preempt(sequence_ids) | kv.Free(sequence_ids)), _):
+            case kv.SwapIn(), kv.SwappedIn(tables):
+                return self._swap_in(step_id, tables)
+            case ((kv.Preempt(sequence_ids) | kv.SwapOut(sequence_ids)), _):
+                return self._give_back(step_id, sequence_ids)
+            case kv.Free(sequence_ids, finish_reason), _:
+                for sequence_id in sequence_ids:
+                    self._sequences[sequence_id].is_pruned = finish_reason is None
                 return self._give_back(step_id, sequence_ids)
             case kv.Confirm(request_id), _:
-                for sequence_id in self.sequences_of(request_id).values():
-                    del self._sequences[sequence_id]
+                of_others = (i for i in self._sequences.items() if i[1].request_id != request_id)
+                self._sequences = dict(of_others)
         return []
+
+    def _arrive(self, arrive: kv.Arrive, arrived: kv.Arrived) -> None:
+        """One candidate, or those that the request had in another life of the service."""
+        candidates = arrive.candidate_indices or (0,)
+        sequence_ids = arrived.candidate_sequence_ids or (arrived.sequence_id,)
+        for candidate, sequence_id in zip(candidates, sequence_ids, strict=True):
+            self._sequences[sequence_id] = _Sequence(arrive.request_id, candidate)
+
+    def _swap_in(self, step_id: int, tables: tuple[kv.SequenceTable, ...]) -> list[Change]:
+        """What several of them hold was shared before they were swapped out."""
+        held = Counter(block_id for table in tables for block_id in table.block_ids)
+        changes: list[Change] = []
+        for table in tables:
+            slots = [
+                Slot(block_id, How.SHARED if held[block_id] > 1 else How.ADMITTED)
+                for block_id in table.block_ids
+            ]
+            sequence = self._sequences[table.sequence_id]
+            changes += sequence.take(step_id, table.sequence_id, slots)
+        return changes
 
     def _admit(
         self, step_id: int, admit: kv.Admit, tables: tuple[kv.SequenceTable, ...]
@@ -153,9 +182,14 @@ class BlockMirror:
 
     def _fork(self, step_id: int, sequence_id: int, forked: kv.Forked) -> list[Change]:
         request_id = self._sequences[sequence_id].request_id
-        next_candidate = 1 + max(self.sequences_of(request_id))
+        taken = {
+            sequence.candidate
+            for sequence in self._sequences.values()
+            if sequence.request_id == request_id and not sequence.is_pruned
+        }
+        free = (candidate for candidate in count() if candidate not in taken)
         changes: list[Change] = []
-        for candidate, child_id in enumerate(forked.child_sequence_ids, next_candidate):
+        for candidate, child_id in zip(free, forked.child_sequence_ids, strict=False):
             child = self._sequences[child_id] = _Sequence(request_id, candidate)
             slots = [Slot(block_id, How.SHARED) for block_id in forked.block_ids]
             changes += child.take(step_id, child_id, slots)

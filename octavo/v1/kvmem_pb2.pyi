@@ -567,7 +567,7 @@ class GetPoolStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy", "num_prefix_lookups", "num_prefix_hits", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_published", "num_evictions", "num_pins", "prefix_cache_enabled", "num_tenants", "num_swapped_out_blocks", "num_swapped_in_blocks")
+    __slots__ = ("geometry", "levels", "num_requests", "num_sequences", "num_shared_blocks", "peak_in_use_blocks", "num_allocations", "num_copies_on_write", "num_preemptions", "num_batches", "kvmem_boot_id", "worker_boot_id", "holder", "holder_address", "epoch", "mutations_open", "orphaned_ms", "num_finished_sequences", "num_expired_requests", "num_pending_copies", "journal_healthy", "num_prefix_lookups", "num_prefix_hits", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_published", "num_evictions", "num_pins", "prefix_cache_enabled", "num_tenants", "num_swapped_out_blocks", "num_swapped_in_blocks", "last_step_id", "num_recorded_tokens")
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +600,8 @@ class PoolStats(_message.Message):
     NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECORDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     geometry: _types_pb2.PoolGeometry
     levels: _types_pb2.PoolLevels
     num_requests: int
@@ -632,7 +634,9 @@ class PoolStats(_message.Message):
     num_tenants: int
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int
-    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ..., num_prefix_lookups: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_published: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_pins: _Optional[int] = ..., prefix_cache_enabled: _Optional[bool] = ..., num_tenants: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ...) -> None: ...
+    last_step_id: int
+    num_recorded_tokens: int
+    def __init__(self, geometry: _Optional[_Union[_types_pb2.PoolGeometry, _Mapping]] = ..., levels: _Optional[_Union[_types_pb2.PoolLevels, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., peak_in_use_blocks: _Optional[int] = ..., num_allocations: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_batches: _Optional[int] = ..., kvmem_boot_id: _Optional[str] = ..., worker_boot_id: _Optional[str] = ..., holder: _Optional[str] = ..., holder_address: _Optional[str] = ..., epoch: _Optional[int] = ..., mutations_open: _Optional[bool] = ..., orphaned_ms: _Optional[int] = ..., num_finished_sequences: _Optional[int] = ..., num_expired_requests: _Optional[int] = ..., num_pending_copies: _Optional[int] = ..., journal_healthy: _Optional[bool] = ..., num_prefix_lookups: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_published: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_pins: _Optional[int] = ..., prefix_cache_enabled: _Optional[bool] = ..., num_tenants: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., last_step_id: _Optional[int] = ..., num_recorded_tokens: _Optional[int] = ...) -> None: ...
 
 class MatchPrefixRequest(_message.Message):
     __slots__ = ("tenant", "cache_salt", "token_ids")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from octavo import admin_types as kv
 from octavo.cli.block_mirror import BlockMirror, Copy, GivenBack, How, Placed, RequestStory, Slot
+from octavo.types import FinishReason
 
 LEVELS = kv.PoolLevels(8, 0, 0, 0, 0, 100)
 NOTHING_SEEN = kv.BlockTables((), truncated=False)
@@ -105,6 +106,58 @@ def test_both_freed_in_one_op_give_each_block_back_once() -> None:
         if isinstance(change, GivenBack)
     ]
     assert sorted(block for blocks in given_back for block in blocks) == [0, 1, 2, 5, 6, 7]
+
+
+def arrive_again(candidates: dict[int, int]) -> kv.AppliedOp:
+    """A request that another life of the service knew; the sequence id of each candidate."""
+    sequence_ids = tuple(candidates.values())
+    return ok(
+        kv.Arrive("r", (1, 2, 3), 4, tuple(candidates)),
+        kv.Arrived(sequence_ids[0], 1, sequence_ids),
+    )
+
+
+def test_a_request_that_arrives_with_its_candidates_has_them_all() -> None:
+    mirror = BlockMirror()
+    mirror.apply(batch(arrive_again({0: 4, 2: 5})))
+    assert mirror.sequences_of("r") == {0: 4, 2: 5}
+    mirror.apply(batch(admit(4, 0), admit(5, 1)))
+    assert mirror.ref_counts() == {0: 1, 1: 1}
+    # A child takes the lowest number that is free.
+    mirror.apply(batch(fork(4, 6, 0)))
+    assert mirror.sequences_of("r") == {0: 4, 2: 5, 1: 6}
+    mirror.apply(batch(ok(kv.Confirm("r"))))
+    assert mirror.sequences_of("r") == {}
+    assert mirror.table(4) == ()
+
+
+def test_the_number_of_a_pruned_candidate_is_given_again_and_that_of_a_finished_one_is_not() -> (
+    None
+):
+    mirror = BlockMirror()
+    mirror.apply(batch(arrive_again({0: 1, 1: 2, 2: 3}), admit(1, 0), admit(2, 1), admit(3, 2)))
+    mirror.apply(batch(free(2), ok(kv.Free((3,), FinishReason.STOP))))
+    mirror.apply(batch(fork(1, 7, 0)))
+    assert mirror.sequences_of("r") == {0: 1, 1: 7, 2: 3}
+    mirror.apply(batch(fork(1, 8, 0)))
+    assert mirror.sequences_of("r")[3] == 8
+    mirror.apply(batch(ok(kv.Confirm("r"))))
+    assert mirror.ref_counts() == {}
+
+
+def test_blocks_go_to_the_host_tier_and_others_come_back() -> None:
+    mirror = BlockMirror()
+    for event in two_candidates()[:4]:
+        mirror.apply(event)
+    given_back = mirror.apply(batch(ok(kv.SwapOut((1, 2)))))
+    assert [change.block_ids for change in given_back if isinstance(change, GivenBack)] == [
+        (),
+        (5, 6, 7),
+    ]
+    tables = (kv.SequenceTable(1, (0, 1, 2)), kv.SequenceTable(2, (0, 1, 3)))
+    mirror.apply(batch(ok(kv.SwapIn((1, 2)), kv.SwappedIn(tables))))
+    assert mirror.table(2) == (Slot(0, How.SHARED), Slot(1, How.SHARED), Slot(3, How.ADMITTED))
+    assert mirror.ref_counts() == {0: 2, 1: 2, 2: 1, 3: 1}
 
 
 def test_an_op_that_was_refused_changes_nothing() -> None:

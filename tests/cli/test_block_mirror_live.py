@@ -117,6 +117,8 @@ class RandomCaller:
         kinds = [
             self.enter,
             self.enter,
+            self.enter_again,
+            self.grow,
             self.grow,
             self.grow,
             self.grow,
@@ -136,6 +138,23 @@ class RandomCaller:
         if result.status == pb.OP_STATUS_OK:
             self.running.add(sequence_id)
             holder.apply(commit(sequence_id, num_tokens))
+
+    def enter_again(self, holder: Holder) -> None:
+        """A request with candidates that another life of the service knew."""
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        indices = self.random.sample(range(4), 2)
+        op = arrive(request_id, 5)
+        for index in indices:
+            op.arrive.candidates.add(candidate=index, output_token_ids=pack([1, 2], I32))
+        (result,) = holder.apply(op)
+        sequence_ids = list(result.arrived.candidate_sequence_ids)
+        self.requests[request_id] = sequence_ids
+        members = [pb.AdmitMember(sequence_id=s, num_slots=7) for s in sequence_ids]
+        (result,) = holder.apply(pb.Op(admit=pb.Admit(members=members)))
+        if result.status == pb.OP_STATUS_OK:
+            self.running.update(sequence_ids)
+            holder.apply(*(commit(s, 7) for s in sequence_ids))
 
     def grow(self, holder: Holder) -> None:
         some = self.random.sample(sorted(self.running), min(3, len(self.running)))

@@ -79,12 +79,16 @@ class Client:
         max_model_len: int = 32,
         worker_boot_id: str = "",
         last_executed_step: int = 0,
+        num_host_blocks: int = 0,
     ) -> pb.AttachPoolReply:
         request = pb.AttachPoolRequest(
             fence=self.fence,
             worker_boot_id=worker_boot_id or uuid.uuid4().hex,
             geometry=types_pb2.PoolGeometry(
-                num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                num_host_blocks=num_host_blocks,
             ),
             last_executed_step=last_executed_step,
         )

@@ -28,7 +28,7 @@ def page(client: Client, after: int = 0, size: int = 0) -> pb.ListSequencesReply
 
 def test_all_of_them_in_pages(client: Client) -> None:
     assert page(client) == pb.ListSequencesReply()  # no pool yet
-    client.attach(num_blocks=32)
+    client.attach(num_blocks=32, num_host_blocks=8)
     names = [f"r{number}" for number in range(7)]
     arrived = client.apply(*(arrive(name, 6, tenant=f"t-{name}") for name in names)).results
     ids = [result.arrived.sequence_id for result in arrived]
@@ -69,6 +69,17 @@ def test_all_of_them_in_pages(client: Client) -> None:
     assert by_id[ids[1]].tenant == "t-r1"
     assert by_id[ids[2]].status == pb.SEQUENCE_STATUS_WAITING
     assert by_id[ids[2]].num_blocks == 0
+
+
+def test_a_swapped_one_has_its_blocks_in_the_host_tier(client: Client) -> None:
+    swapped = [one.sequence_id for one in page(client).sequences if one.request_id == "r0"]
+    client.apply(pb.Op(swap_out=pb.SwapOut(sequence_ids=swapped)))
+    for one in page(client).sequences:
+        if one.sequence_id in swapped:
+            assert one.status == pb.SEQUENCE_STATUS_SWAPPED
+            assert (one.num_blocks, one.num_host_blocks) == (0, 3)
+        else:
+            assert one.num_host_blocks == 0
 
 
 def test_a_page_that_is_just_full_is_the_last(client: Client) -> None:
