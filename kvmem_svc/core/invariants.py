@@ -198,9 +198,9 @@ def _check_tenants(manager: BlockManager) -> None:
     for name, number in tenants.numbers.items():
         tenant = tenants.tenant(number)
         records = [record for record in manager.requests.values() if record.tenant == name]
-        num_live = sum(len(record.live) for record in records)
-        if (tenant.num_records, tenant.num_sequences) != (len(records), num_live):
-            _violated(f"tenant {name!r} has {len(records)} requests and {num_live} sequences")
+        num_seats = sum(record.num_seats for record in records)
+        if (tenant.num_records, tenant.num_sequences) != (len(records), num_seats):
+            _violated(f"tenant {name!r} has {len(records)} requests and {num_seats} sequences")
         if any(record.tenant_number != number for record in records):
             _violated(f"a request of tenant {name!r} is counted for another one")
 

@@ -152,7 +152,10 @@ class BlockManager:
         rows = [table.row_of(i) for record in records for i in record.live.values()]
         for row in rows:
             self._let_go(row)
-            self._remove(row)
+        for record in records:
+            self.tenants.tenant(record.tenant_number).num_sequences -= record.num_seats
+        for row in rows:
+            table.remove(row)
         for record in records:
             self._drop(record)
         self.num_expired_requests += len(records)
@@ -232,7 +235,9 @@ class BlockManager:
                 OpStatus.NO_FREE_SEQUENCES,
                 f"{len(self.requests)} requests are not confirmed yet",
             )
-        over = too_many_sequences(self.quota, self.tenants, op.tenant, num_rows)
+        ended = sum(one.finish_reason != b.FinishReason.UNSPECIFIED for one in op.candidates)
+        num_seats = op.num_candidates - ended if num_rows else 0
+        over = too_many_sequences(self.quota, self.tenants, op.tenant, num_seats)
         if over is not None:
             return over
         tenant_number = self._tenant_number(op.tenant)
@@ -251,7 +256,7 @@ class BlockManager:
         self.requests[op.request_id] = record
         tenant = self.tenants.tenant(tenant_number)
         tenant.num_records += 1
-        tenant.num_sequences += num_rows
+        tenant.num_sequences += num_seats
         ids = commit_arrival(self.sequences, record, op)
         arrived = b.Arrived(ids[0], record.arrival_number, ids if op.candidates else ())
         return OpResult(OpStatus.OK, value=arrived)
@@ -274,12 +279,6 @@ class BlockManager:
             del self.sequences.finished[finished.sequence_id]
         del self.requests[record.request_id]
         self.tenants.tenant(record.tenant_number).num_records -= 1
-
-    def _remove(self, row: int) -> RequestRecord:
-        """Clear the row of a sequence whose blocks are gone."""
-        record = self.sequences.remove(row)
-        self.tenants.tenant(record.tenant_number).num_sequences -= 1
-        return record
 
     # --- blocks for a first time, and back ---------------------------------------------
 
@@ -361,10 +360,12 @@ class BlockManager:
 
     def _finish(self, row: int, reason: b.FinishReason) -> None:
         table = self.sequences
+        record = table.record_of(row)
+        num_seats = record.num_seats
         self._let_go(row)
         finished = FinishedSequence(
             table.id_of(row),
-            table.record_of(row).request_id,
+            record.request_id,
             int(table.candidate[row]),
             table.tokens[row, : table.length[row]].copy(),
             int(table.num_prompt_tokens[row]),
@@ -373,9 +374,10 @@ class BlockManager:
             reason,
             table.scheduler_state(row),
         )
-        record = self._remove(row)
+        table.remove(row)
         record.finished[finished.candidate] = finished
         table.finished[finished.sequence_id] = finished
+        self.tenants.tenant(record.tenant_number).num_sequences += record.num_seats - num_seats
 
     # --- steps -------------------------------------------------------------------------
 
@@ -419,13 +421,7 @@ class BlockManager:
         candidates = plan_fork(table, op)
         if op.num_children > table.num_free_rows:
             return self._no_free_sequences(op.num_children)
-        record = table.record_of(table.row_of(op.sequence_id))
-        over = too_many_sequences(self.quota, self.tenants, record.tenant, op.num_children)
-        if over is not None:
-            return over
-        forked = commit_fork(table, self.pool, op, candidates)
-        self.tenants.tenant(record.tenant_number).num_sequences += op.num_children
-        return OpResult(OpStatus.OK, value=forked)
+        return OpResult(OpStatus.OK, value=commit_fork(table, self.pool, op, candidates))
 
     # --- normal results of a full memory -----------------------------------------------
 

@@ -44,6 +44,11 @@ class RequestRecord:
         """Where its prefixes are cached."""
         return Domain(self.tenant, self.cache_salt)
 
+    @property
+    def num_seats(self) -> int:
+        """Sequences that live, or that may still be forked off one that does."""
+        return len(self.live) + len(self.free_candidates()) if self.live else 0
+
     def free_candidates(self) -> list[int]:
         """Numbers a new child may take, lowest first.
 

@@ -10,7 +10,8 @@ FIRST_CAPACITY = 8
 @dataclass(frozen=True, slots=True)
 class Quota:
     """What each tenant may have at most: blocks in use, of which shared ones count once, and
-    sequences that wait or run. 0: no limit."""
+    sequences that wait or run; a request of n candidates has n from its arrival on, so that none
+    is refused once it runs. 0: no limit."""
 
     max_blocks: int = 0
     max_sequences: int = 0
@@ -18,7 +19,8 @@ class Quota:
 
 @dataclass(slots=True)
 class Tenant:
-    """num_records: requests that are not confirmed; num_sequences: live ones."""
+    """num_records: requests that are not confirmed; num_sequences: of those, live ones and such
+    as they may still be forked into."""
 
     name: str
     num_records: int = 0

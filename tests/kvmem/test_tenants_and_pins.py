@@ -123,16 +123,31 @@ def test_a_full_hit_at_the_quota_computes_its_last_block_again() -> None:
 
 
 def test_a_tenant_has_no_more_sequences_than_its_quota() -> None:
-    driver = limited(max_sequences=2)
+    driver = limited(max_sequences=8)
     first = start(driver, "a", 8, "t").sequence_id
     start(driver, "b", 8, "t")
     refused = driver.fails(b.Arrive("c", i32(1), tenant="t"))
     assert refused.status == OpStatus.TENANT_QUOTA
-    assert "'t' has 2 sequences and wants 1 more, its quota is 2" in refused.message
-    assert driver.fails(b.Fork(first, 1)).status == OpStatus.TENANT_QUOTA
+    assert "'t' has 8 sequences and wants 1 more, its quota is 8" in refused.message
     driver.arrive("c", 1, tenant="u")
     driver.do(b.Free([first]))
     driver.arrive("d", 1, tenant="t")
+
+
+def test_what_a_request_may_fork_into_is_its_own_from_its_arrival_on() -> None:
+    """So nobody is refused once it runs: the forward pass was not for nothing."""
+    driver = limited(max_sequences=7)
+    first = start(driver, "a", 8, "t").sequence_id
+    assert driver.fails(b.Arrive("b", i32(1), 4, "t")).status == OpStatus.TENANT_QUOTA
+    driver.arrive("c", 1, 3, "t")
+    driver.do(b.Fork(first, 3))
+    ended, pruned, *_ = driver.manager.requests["a"].live.values()
+    driver.do(b.Free([pruned]))
+    assert driver.fails(b.Arrive("d", i32(1), 1, "t")).status == OpStatus.TENANT_QUOTA
+    driver.do(b.Free([ended], b.FinishReason.STOP))
+    driver.arrive("d", 1, 1, "t")
+    driver.do(b.Fork(driver.manager.requests["a"].live[2], 1))
+    check_integrity(driver.manager)
 
 
 def test_a_request_of_another_life_comes_with_all_its_sequences_or_not_at_all() -> None:
