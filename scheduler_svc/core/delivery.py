@@ -23,11 +23,12 @@ class Recipient:
 
     def news(self, group: SequenceGroup) -> tuple[events.CandidateDelta, ...]:
         """What may be shown and was not; it counts as told from now on."""
-        deltas = (
+        deltas = [
             self._delta(sequence)
             for sequence in group.sequences
             if sequence.candidate not in self._ended
-        )
+        ]
+        deltas += [self._unborn(group, index) for index in sorted(_unborn(group) - self._ended)]
         return tuple(delta for delta in deltas if delta is not None)
 
     def num_cached_tokens(self, group: SequenceGroup) -> int | None:
@@ -40,9 +41,18 @@ class Recipient:
 
     def has_everything(self, group: SequenceGroup) -> bool:
         """Whether the end of every candidate has been told."""
-        return group.status is GroupStatus.FINISHED and all(
-            sequence.candidate in self._ended for sequence in group.sequences
-        )
+        if group.status is not GroupStatus.FINISHED:
+            return False
+        candidates = {sequence.candidate for sequence in group.sequences} | _unborn(group)
+        return candidates <= self._ended
+
+    def _unborn(self, group: SequenceGroup, index: int) -> events.CandidateDelta | None:
+        """The end of a candidate that never was a sequence: that of the first one."""
+        first = group.sequences[0]
+        if not first.end_committed:
+            return None
+        self._ended.add(index)
+        return events.CandidateDelta(index, "", (), 0.0, first.finish_reason)
 
     def _delta(self, sequence: Sequence) -> events.CandidateDelta | None:
         start = self._num_tokens.get(sequence.candidate, 0)
@@ -64,6 +74,15 @@ class Recipient:
             sequence.matched_stop if ends else None,
             start,
         )
+
+
+def _unborn(group: SequenceGroup) -> set[int]:
+    """Candidates which the group would have had, if it had not ended before its first token."""
+    if group.status is not GroupStatus.FINISHED or len(group.sequences) != 1:
+        return set()
+    if group.sequences[0].output_token_ids:
+        return set()
+    return set(range(1, group.request.params.n))
 
 
 class Recipients:
