@@ -127,7 +127,7 @@ def test_a_pin_ends_by_itself(tmp_path: Path) -> None:
 
 
 def test_quotas_are_kept_to(tmp_path: Path) -> None:
-    options = ("--tenant-max-blocks", "2", "--tenant-max-sequences", "1")
+    options = ("--tenant-max-blocks", "2", "--tenant-max-sequences", "4")
     with kvmem_process(tmp_path, *options) as (address, _):
         client = opened(address)
         sequence_id = client.apply(arrive("a", 9, tenant="t")).results[0].arrived.sequence_id
