@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvmem_svc.core.sequences import Status
 from kvmem_svc.core.views import SequenceView, adopted_requests, sequence_views
 from tests.kvmem.naive import (
     Content,
+    Moves,
     NaiveMemory,
     NaiveRequest,
     NaiveSequence,
@@ -31,7 +33,8 @@ from tests.kvmem.naive import (
 )
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES = 14, 3, 17, 7
-GEOMETRY = b.PoolGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+NUM_HOST_BLOCKS = 8
+GEOMETRY = b.PoolGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, num_host_blocks=NUM_HOST_BLOCKS)
 MAX_IN_FLIGHT = 3
 
 token = st.integers(0, 1)
@@ -56,6 +59,22 @@ def i32(values: list[int]) -> b.Column:
     return np.array(values, np.int32)
 
 
+def status_of(sequence: NaiveSequence) -> Status:
+    if sequence.is_swapped:
+        return Status.SWAPPED
+    return Status.RUNNING if sequence.is_running else Status.WAITING
+
+
+def assert_pending(confirmed: PoolConfirmed, expected: Moves) -> None:
+    """What a new holder is told to make."""
+    for told, pairs in (
+        (confirmed.pending_copies, expected.copies),
+        (confirmed.pending_swap_ins, expected.swap_ins),
+        (confirmed.pending_swap_outs, expected.swap_outs),
+    ):
+        assert sorted((one.src_block_id, one.dst_block_id) for one in told) == sorted(pairs)
+
+
 class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +82,12 @@ class MemoryMachine(RuleBasedStateMachine):
         self.mutations: list[tuple[Mutation, Reply]] = []
         self.gatekeeper = self.new_gatekeeper(recovered=False)
         self.model = NaiveMemory(
-            NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_SEQUENCES, self.is_published
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            MAX_MODEL_LEN,
+            MAX_SEQUENCES,
+            NUM_HOST_BLOCKS,
+            self.is_published,
         )
         self.num_workers = self.num_requests = 0
         self.sent: list[tuple[b.Batch, b.BatchResult]] = []
@@ -101,7 +125,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def send(self, *ops: b.Op) -> b.BatchResult:
         """One batch. The model's newly given blocks are read from the result."""
         self.model.release()
-        free_before = self.model.free()
+        free_before, free_hosts = self.model.free(), self.model.free_hosts()
         batch = b.Batch(
             self.memory.ledger.fence(),
             self.memory.ledger.next_batch_seq,
@@ -113,6 +137,7 @@ class MemoryMachine(RuleBasedStateMachine):
         result = self.gatekeeper.apply(batch, 0)
         self.sent = [*self.sent[-7:], (batch, result)]
         self.free_before = free_before | self.model.free()
+        self.free_hosts_before = free_hosts | self.model.free_hosts()
         return result
 
     def receive_blocks(self, blocks: list[int]) -> None:
@@ -146,11 +171,14 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def receive_copies(self, pairs: list[tuple[int, int]], sources: set[int]) -> None:
         """sources: the blocks that tables had before. The last holder of one may be gone."""
-        self.model.step_copies += pairs
+        moves = self.model.moves
+        moves.copies += pairs
         self.model.retire(sorted(sources))
-        all_dst = [dst for _, dst in self.model.step_copies]
+        all_dst = [dst for _, dst in (*moves.copies, *moves.swap_ins)]
         assert len(all_dst) == len(set(all_dst)), "two copies to one block"
-        assert not set(all_dst) & {src for src, _ in self.model.step_copies}, "a chain of copies"
+        copied_to = {dst for _, dst in moves.copies}
+        assert not copied_to & {src for src, _ in moves.copies}, "a chain of copies"
+        assert not copied_to & {src for src, _ in moves.swap_outs}, "a swap-out needs a copy"
 
     def view(self, sequence_id: int) -> SequenceView:
         assert self.memory.manager is not None
@@ -389,22 +417,24 @@ class MemoryMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(found))
 
     def waiting(self) -> list[NaiveSequence]:
-        return [s for s in self.model.sequences.values() if not s.is_running]
+        sequences = self.model.sequences.values()
+        return [s for s in sequences if not s.is_running and not s.is_swapped]
 
-    @precondition(lambda self: self.model.running())
+    @precondition(lambda self: self.model.running() or self.model.swapped())
     @rule(data=st.data(), chance=seldom)
     def preempt(self, data: st.DataObject, chance: int) -> None:
         if chance > 2:
             return
-        victims = self.pick_some(data, self.model.running())
+        victims = self.pick_some(data, [*self.model.running(), *self.model.swapped()])
         self.expect_ok(b.Preempt([s.sequence_id for s in victims]))
         self.take_blocks(victims)
 
     def take_blocks(self, victims: list[NaiveSequence]) -> None:
         for victim in victims:
-            blocks = victim.table
+            blocks, hosts = victim.table, victim.host
             victim.forget_blocks()
             self.model.retire(blocks)
+            self.model.retire_hosts(hosts)
 
     @precondition(lambda self: self.model.sequences)
     @rule(data=st.data(), reason=st.sampled_from(b.FinishReason), chance=seldom)
@@ -421,6 +451,7 @@ class MemoryMachine(RuleBasedStateMachine):
         request = self.model.requests[sequence.request_id]
         request.finished[sequence.candidate] = (sequence.sequence_id, reason)
         self.model.retire(sequence.table)
+        self.model.retire_hosts(sequence.host)
 
     @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
@@ -597,7 +628,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def issue_step(self) -> None:
         """Hand the step to the worker: every running sequence fills the slots it may."""
-        work = Work(self.model.step_id, self.model.step_copies, [], [])
+        work = Work(self.model.step_id, self.model.moves, [], [])
         for sequence in self.model.running():
             start, end = sequence.issued_end, min(sequence.num_writable, len(sequence.tokens))
             if end <= start:
@@ -610,7 +641,7 @@ class MemoryMachine(RuleBasedStateMachine):
             sequence.issued.append((work.step_id, end))
         self.worker.in_flight.append(work)
         self.model.step_id += 1
-        self.model.step_copies = []
+        self.model.moves = Moves()
 
     def contents(self, sequence: NaiveSequence, end: int) -> list[Content]:
         return [sequence.content(p) for p in range(end)]
@@ -625,7 +656,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def tell_what_is_computed(self) -> None:
         done = []
-        for sequence in self.model.running():
+        for sequence in (*self.model.running(), *self.model.swapped()):
             executed = sequence.executed_end(self.worker.last_executed_step)
             sequence.num_computed = max(sequence.num_computed, executed)
             done.append(sequence)
@@ -709,10 +740,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.worker = NaiveWorker(BLOCK_SIZE)
         confirmed = self.confirm_pool()
         assert confirmed == PoolConfirmed(is_new_pool=True)
-        # The step of the last takeover, and the copies it found.
-        self.taken_over: tuple[int, list[tuple[int, int]]] = 0, []
+        # The step of the last takeover, and what it found to be made.
+        self.taken_over = 0, Moves()
         self.sent = []
-        self.model.quarantine, self.model.step_copies = {}, []
+        self.model.quarantine, self.model.host_quarantine, self.model.moves = {}, {}, Moves()
         self.model.step_id = self.memory.last_step_id
         self.model.acknowledged = self.memory.acknowledged_step
         for sequence in self.model.sequences.values():
@@ -753,7 +784,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.worker.finish_oldest()
         # What the dead holder knew, and did not tell, is gone with it.
         self.model.acknowledged = self.memory.acknowledged_step
-        lost = [work.copies for work in self.worker.in_flight]
+        lost = [work.moves for work in self.worker.in_flight]
         self.worker.in_flight = []
         self.sent = []
         if not expire:
@@ -767,7 +798,7 @@ class MemoryMachine(RuleBasedStateMachine):
         pending = self.model.take_over(
             max(self.memory.last_step_id, last + 1),
             max(self.memory.acknowledged_step, last),
-            [*lost, self.model.step_copies],
+            [*lost, self.model.moves],
         )
         self.go_on_from(self.confirm_pool(), pending)
 
@@ -790,33 +821,35 @@ class MemoryMachine(RuleBasedStateMachine):
         assert session is not None
         return session
 
-    def go_on_from(self, confirmed: PoolConfirmed, pending: list[tuple[int, int]]) -> None:
+    def go_on_from(self, confirmed: PoolConfirmed, pending: Moves) -> None:
         """Adopt everything; what is said to be computed must be there, once the pending copies
-        are made."""
-        self.taken_over = self.model.step_id, list(pending)
-        copies = confirmed.pending_copies
-        assert sorted((one.src_block_id, one.dst_block_id) for one in copies) == sorted(pending)
-        for one in copies:
+        and swaps are made."""
+        self.taken_over = self.model.step_id, copy.deepcopy(pending)
+        assert_pending(confirmed, pending)
+        for one in confirmed.pending_copies:
             assert one.dst_block_id in self.model.sequences[one.sequence_id].table
         assert not confirmed.is_new_pool
         assert self.memory.last_step_id == self.model.step_id
         assert self.levels() == self.model.expected_levels()
         assert self.confirm_pool() == confirmed, "asked again, another answer"
         self.check_adopted()
-        imagined = NaiveWorker(BLOCK_SIZE)
-        imagined.slots = dict(self.worker.slots)
-        imagined.copy(pending)
+        imagined = self.worker.imagine()
+        imagined.move(pending)
         last, baseless = self.worker.last_executed_step, []
-        for sequence in self.model.running():
+        for sequence in (*self.model.running(), *self.model.swapped()):
             sequence.issued = [(step, end) for step, end in sequence.issued if step <= last]
             sequence.num_writable = sequence.num_computed
             if sequence.num_computed > sequence.issued_end:
                 # It shares blocks which a lost step was to fill for another one.
                 baseless.append(sequence)
                 continue
-            table = [block for block in sequence.table if block is not None]
             who = f"adopted {sequence.sequence_id}"
-            imagined.read(who, table, self.contents(sequence, sequence.num_computed))
+            contents = self.contents(sequence, sequence.num_computed)
+            if sequence.is_swapped:
+                imagined.read_host(who, sequence.host, contents)
+            else:
+                table = [block for block in sequence.table if block is not None]
+                imagined.read(who, table, contents)
         # Every step before the next one is over, or will never be.
         self.model.acknowledged = self.model.step_id - 1
         if baseless:
@@ -838,7 +871,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for one in request.sequences[: len(live)]:
                 sequence = live[one.sequence_id]
                 assert one.candidate == sequence.candidate
-                assert (one.status == Status.RUNNING) == sequence.is_running
+                assert one.status == status_of(sequence)
                 tokens = [*request.prompt_token_ids.tolist(), *one.output_token_ids.tolist()]
                 assert tokens == sequence.tokens
                 assert one.num_computed_tokens == sequence.num_computed
@@ -859,6 +892,7 @@ class MemoryMachine(RuleBasedStateMachine):
             del self.model.requests[name]
             for sequence in sequences:
                 self.model.retire(sequence.table, self.memory.last_step_id)
+                self.model.retire_hosts(sequence.host, self.memory.last_step_id)
         assert self.levels() == self.model.expected_levels()
         self.gatekeeper.open_session("in between", 0)
 
@@ -878,13 +912,12 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         confirmed = self.confirm_pool()
         assert not confirmed.is_new_pool
-        copies = [(one.src_block_id, one.dst_block_id) for one in confirmed.pending_copies]
         step, pending = self.taken_over
         if step <= self.memory.acknowledged_step:
-            assert not copies
-        else:
-            used = self.model.in_use()
-            assert sorted(copies) == sorted((src, dst) for src, dst in pending if dst in used)
+            pending = Moves()
+        used = self.model.in_use()
+        copies = [(src, dst) for src, dst in pending.copies if dst in used]
+        assert_pending(confirmed, dataclasses.replace(pending, copies=copies))
 
     # --- always ------------------------------------------------------------------------
 
@@ -923,7 +956,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert set(live) == set(self.model.sequences)
         for sequence_id, sequence in self.model.sequences.items():
             view, row = live[sequence_id], manager.sequences.row_of(sequence_id)
-            assert (view.status == Status.RUNNING) == sequence.is_running
+            assert view.status == status_of(sequence)
             assert view.block_ids.tolist() == sequence.table
             assert view.num_computed_tokens == sequence.num_computed
             assert view.candidate == sequence.candidate
