@@ -62,6 +62,20 @@ def main(
         int | None,
         typer.Option(envvar=_env("NUM_BLOCKS"), help="Exactly so many blocks.", min=1),
     ] = None,
+    swap_space: Annotated[
+        str,
+        typer.Option(
+            envvar=_env("SWAP_SPACE"),
+            help="Memory of the host for blocks that are swapped out, like 2GiB; 0: none. Empty: an"
+            " eighth of what is available, at most 4GiB and as many blocks as the pool has.",
+        ),
+    ] = "",
+    num_host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            envvar=_env("NUM_HOST_BLOCKS"), help="Exactly so many blocks of swap space.", min=0
+        ),
+    ] = None,
     block_size: Annotated[
         int, typer.Option(envvar=_env("BLOCK_SIZE"), help="Tokens per block.", min=1)
     ] = 16,
@@ -102,6 +116,8 @@ def main(
         batch_invariant=batch_invariant,
         kv_memory=kv_memory,
         num_blocks=num_blocks,
+        swap_space=swap_space,
+        num_host_blocks=num_host_blocks,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

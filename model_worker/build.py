@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from model_worker.errors import ModelError, WorkerError
+from model_worker.host_tensors import choose_num_host_blocks
 from model_worker.input_batch import InputBatch, Limits
 from model_worker.kv_tensors import (
     KvTensors,
@@ -19,6 +20,7 @@ from model_worker.kv_tensors import (
 from model_worker.loader import DTYPES, LoadedModel, load_model
 from model_worker.modes import choose_backend, make_forward
 from model_worker.options import WorkerOptions
+from model_worker.rates import measure_rates
 from model_worker.runner import ModelRunner
 from model_worker.source import resolve_model
 
@@ -41,6 +43,7 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
     forward = make_forward(options, loaded, backend)
     backend = forward.backend
     num_blocks = _num_blocks(options, loaded)
+    num_host_blocks = _num_host_blocks(options, loaded, num_blocks)
     limits = Limits(
         num_blocks=num_blocks,
         block_size=options.block_size,
@@ -48,6 +51,7 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
         max_model_len=loaded.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
+        num_host_blocks=num_host_blocks,
     )
     kv = KvTensors(
         loaded.layer_specs,
@@ -56,7 +60,9 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
         loaded.dtype,
         loaded.device,
         backend.block_copier,
+        num_host_blocks=num_host_blocks,
     )
+    rates = measure_rates(forward, kv, limits)
     log.info(
         "model loaded",
         model=loaded.source.name,
@@ -65,9 +71,13 @@ def build_runner(options: WorkerOptions) -> ModelRunner:
         batch_invariant=forward.is_batch_invariant,
         num_blocks=num_blocks,
         kv_mib=num_blocks * kv.bytes_per_block // 2**20,
+        num_host_blocks=num_host_blocks,
+        swap_space_mib=num_host_blocks * kv.bytes_per_block // 2**20,
+        prefill_tokens_per_s=round(rates.prefill_tokens_per_s),
+        swap_mib_per_s=round(rates.swap_bytes_per_s / 2**20),
         threads=torch.get_num_threads(),
     )
-    return ModelRunner(forward, kv, InputBatch(limits))
+    return ModelRunner(forward, kv, InputBatch(limits), rates)
 
 
 def _check_counts(options: WorkerOptions) -> None:
@@ -75,6 +85,8 @@ def _check_counts(options: WorkerOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise WorkerError(f"--{name.replace('_', '-')} {value} is below 1")
+    if options.num_host_blocks is not None and options.num_host_blocks < 0:
+        raise WorkerError(f"--num-host-blocks {options.num_host_blocks} is below 0")
 
 
 def _num_blocks(options: WorkerOptions, loaded: LoadedModel) -> int:
@@ -87,6 +99,21 @@ def _num_blocks(options: WorkerOptions, loaded: LoadedModel) -> int:
         max_num_seqs=options.max_num_seqs,
         available_bytes=_available_bytes(loaded.device),
         kv_memory_bytes=parse_bytes(options.kv_memory) if options.kv_memory else None,
+    )
+
+
+def _num_host_blocks(options: WorkerOptions, loaded: LoadedModel, num_blocks: int) -> int:
+    if options.num_host_blocks is not None:
+        return options.num_host_blocks
+    block_bytes = bytes_per_block(loaded.layer_specs, options.block_size, loaded.dtype)
+    available_bytes = psutil.virtual_memory().available
+    if loaded.device.type == "cpu":
+        available_bytes -= num_blocks * block_bytes  # the pool's, once it is full
+    return choose_num_host_blocks(
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        available_bytes=available_bytes,
+        swap_space_bytes=parse_bytes(options.swap_space) if options.swap_space else None,
     )
 
 

@@ -41,6 +41,16 @@ def step_from_pb(request: worker_pb2.ExecuteRequest) -> StepInput:
             num_samples=unpack(request.num_samples, I32, "num_samples"),
             copy_src_block_ids=unpack(request.copies.src_block_ids, I32, "copies.src_block_ids"),
             copy_dst_block_ids=unpack(request.copies.dst_block_ids, I32, "copies.dst_block_ids"),
+            swap_in_host_block_ids=unpack(
+                request.swap_ins.src_block_ids, I32, "swap_ins.src_block_ids"
+            ),
+            swap_in_block_ids=unpack(request.swap_ins.dst_block_ids, I32, "swap_ins.dst_block_ids"),
+            swap_out_block_ids=unpack(
+                request.swap_outs.src_block_ids, I32, "swap_outs.src_block_ids"
+            ),
+            swap_out_host_block_ids=unpack(
+                request.swap_outs.dst_block_ids, I32, "swap_outs.dst_block_ids"
+            ),
             starts=tuple(_start_from_pb(start) for start in request.starts),
             deltas=_deltas_from_pb(request.deltas),
             dropped_sequence_ids=unpack(request.dropped_sequence_ids, U64, "dropped_sequence_ids"),
@@ -122,7 +132,7 @@ def _retained_to_pb(step: RetainedStep, worker_boot_id: str) -> worker_pb2.Retai
 
 
 def info_to_pb(runner: ModelRunner, boot_id: str, max_inflight_steps: int) -> worker_pb2.WorkerInfo:
-    """What GetInfo says of a worker that serves `runner`. It has no host tier."""
+    """What GetInfo says of a worker that serves `runner`."""
     loaded, kv, limits = runner.loaded, runner.kv, runner.input_batch.limits
     return worker_pb2.WorkerInfo(
         boot_id=boot_id,
@@ -132,7 +142,7 @@ def info_to_pb(runner: ModelRunner, boot_id: str, max_inflight_steps: int) -> wo
             max_model_len=loaded.max_model_len,
             kv_bytes_per_block=kv.bytes_per_block,
             kv_dtype=str(kv.dtype).removeprefix("torch."),
-            num_host_blocks=0,
+            num_host_blocks=kv.host.num_blocks,
         ),
         model_name=loaded.source.name,
         model_path=str(loaded.source.path),
@@ -143,4 +153,6 @@ def info_to_pb(runner: ModelRunner, boot_id: str, max_inflight_steps: int) -> wo
         batch_invariant=runner.is_batch_invariant,
         device=str(loaded.device),
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        prefill_tokens_per_s=runner.rates.prefill_tokens_per_s,
+        swap_bytes_per_s=runner.rates.swap_bytes_per_s,
     )

@@ -34,6 +34,7 @@ class Limits:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class InputBatch:
 
         Raises StepError, with the mirror as it was, when the step does not fit it.
         """
-        self._check_copies(step)
+        self._check_moves(step)
         staged = {start.sequence_id: self._started(start) for start in step.starts}
         dropped = set(step.dropped_sequence_ids.tolist())
         known = {
@@ -116,23 +117,45 @@ class InputBatch:
             self._drawn.pop(sequence_id, None)
         return flat
 
-    def _check_copies(self, step: StepInput) -> None:
-        src, dst = step.copy_src_block_ids, step.copy_dst_block_ids
-        if src.size != dst.size:
-            raise StepError("INVALID_BATCH", f"{src.size} copy sources, {dst.size} destinations")
-        self._check_block_ids(src, "copy source")
-        self._check_block_ids(dst, "copy destination")
-        if np.unique(dst).size != dst.size:
-            raise StepError("INVALID_BATCH", "two copies have the same destination block")
+    def _check_moves(self, step: StepInput) -> None:
+        limits = self.limits
+        for what, src, dst, num_src, num_dst in (
+            (
+                "swap-in",
+                step.swap_in_host_block_ids,
+                step.swap_in_block_ids,
+                limits.num_host_blocks,
+                limits.num_blocks,
+            ),
+            (
+                "copy",
+                step.copy_src_block_ids,
+                step.copy_dst_block_ids,
+                limits.num_blocks,
+                limits.num_blocks,
+            ),
+            (
+                "swap-out",
+                step.swap_out_block_ids,
+                step.swap_out_host_block_ids,
+                limits.num_blocks,
+                limits.num_host_blocks,
+            ),
+        ):
+            if src.size != dst.size:
+                raise StepError(
+                    "INVALID_BATCH", f"{src.size} {what} sources, {dst.size} destinations"
+                )
+            if src.size:
+                _check_ids(src, f"{what} source", num_src)
+                _check_ids(dst, f"{what} destination", num_dst)
+                if np.unique(dst).size != dst.size:
+                    raise StepError(
+                        "INVALID_BATCH", f"two {what} pairs have the same destination block"
+                    )
 
     def _check_block_ids(self, block_ids: I32, what: str) -> None:
-        bad = (block_ids < 0) | (block_ids >= self.limits.num_blocks)
-        if bad.any():
-            raise StepError(
-                "INVALID_BATCH",
-                f"{what} {int(block_ids[bad][0])} is not a block id of this pool"
-                f" (0..{self.limits.num_blocks - 1})",
-            )
+        _check_ids(block_ids, what, self.limits.num_blocks)
 
     def _started(self, start: SequenceStart) -> MirroredSequence:
         self._check_block_ids(start.block_ids, f"sequence {start.sequence_id}: block")
@@ -310,6 +333,15 @@ class InputBatch:
                 f"token id {int(token_ids[bad][0])} is not within"
                 f" 0..{self.limits.num_token_ids - 1}",
             )
+
+
+def _check_ids(block_ids: I32, what: str, num_blocks: int) -> None:
+    bad = (block_ids < 0) | (block_ids >= num_blocks)
+    if bad.any():
+        raise StepError(
+            "INVALID_BATCH",
+            f"{what} {int(block_ids[bad][0])} is not a block id, they are 0..{num_blocks - 1}",
+        )
 
 
 def check_sampling(sampling: Sampling, num_token_ids: int) -> None:

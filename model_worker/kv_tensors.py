@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from model_worker.attention import BlockCopy, LayerKv, LayerSpec
+from model_worker.attention import BlockCopier, LayerKv, LayerSpec
 from model_worker.errors import PoolSizeError
+from model_worker.host_tensors import HostTensors
 
 # Left to itself the pool takes this share of the memory that is free at start: the same machine
 # runs the other services, and the weights of a step's activations come on top.
@@ -76,7 +77,7 @@ def _mib(num_bytes: int) -> str:
 
 
 class KvTensors:
-    """The pool: `num_blocks` blocks of `block_size` slots, in every layer."""
+    """The pool: `num_blocks` blocks of `block_size` slots, in every layer; and its host tier."""
 
     def __init__(
         self,
@@ -85,9 +86,12 @@ class KvTensors:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        block_copier: Callable[[Sequence[torch.Tensor]], BlockCopy] | None = None,
+        block_copier: BlockCopier | None = None,
+        *,
+        num_host_blocks: int = 0,
     ) -> None:
-        """block_copier: an attention backend's."""
+        """block_copier: an attention backend's. Raises PoolSizeError when there is no memory for
+        the host tier."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -112,7 +116,14 @@ class KvTensors:
             for spec in specs
         ]
         self._pools = [pool for layer in self.layers for pool in (layer.keys, layer.values)]
-        self._copy = block_copier(self._pools) if block_copier is not None else None
+        self._copy = block_copier(self._pools, self._pools) if block_copier is not None else None
+        try:
+            self.host = HostTensors(self._pools, num_host_blocks, block_copier)
+        except RuntimeError as error:  # torch's way to say that memory is out
+            size = _mib(num_host_blocks * self.bytes_per_block)
+            raise PoolSizeError(
+                f"{num_host_blocks} host blocks ({size}) cannot be had: {error}"
+            ) from error
 
     def copy_blocks(
         self, src_block_ids: npt.NDArray[np.int32], dst_block_ids: npt.NDArray[np.int32]

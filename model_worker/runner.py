@@ -11,6 +11,7 @@ from model_worker.forward import PagedForward
 from model_worker.input_batch import FlatBatch, InputBatch
 from model_worker.kv_tensors import KvTensors
 from model_worker.loader import LoadedModel
+from model_worker.rates import Rates
 from model_worker.step import F32, I32, StepInput, StepOutput, StepTimings
 
 
@@ -21,21 +22,29 @@ class ModelRunner:
     benchmark in one process calls `execute` directly.
     """
 
-    def __init__(self, forward: PagedForward, kv: KvTensors, input_batch: InputBatch) -> None:
+    def __init__(
+        self,
+        forward: PagedForward,
+        kv: KvTensors,
+        input_batch: InputBatch,
+        rates: Rates | None = None,
+    ) -> None:
+        """rates: what was measured; None: nothing."""
         self.kv = kv
         self.input_batch = input_batch
+        self.rates = rates or Rates()
         self._forward = forward
         self._ended_ns: int | None = None
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Carry out `step`: copies, tables, forward, draws.
+        """Carry out `step`: tables, swap-ins, copies, swap-outs, forward, draws.
 
         Raises StepError, having changed nothing, when the step contradicts the contract.
         """
         started, started_unix_ns = time.perf_counter_ns(), time.time_ns()
         batch = self.input_batch.apply(step)
         copying = time.perf_counter_ns()
-        self.kv.copy_blocks(step.copy_src_block_ids, step.copy_dst_block_ids)
+        self._move_blocks(step)
         prepared = time.perf_counter_ns()
         logits = self._logits(batch)
         forwarded = time.perf_counter_ns()
@@ -76,6 +85,14 @@ class ModelRunner:
     def forget_sequences(self) -> None:
         """Clear the mirror of the block tables; the KV bytes stay where they are."""
         self.input_batch.clear()
+
+    def _move_blocks(self, step: StepInput) -> None:
+        """In the order of the contract: a copy may read what is swapped in, and a swap-out what is
+        copied; all before the step writes anything."""
+        kv = self.kv
+        kv.host.swap_in(step.swap_in_host_block_ids, step.swap_in_block_ids)
+        kv.copy_blocks(step.copy_src_block_ids, step.copy_dst_block_ids)
+        kv.host.swap_out(step.swap_out_block_ids, step.swap_out_host_block_ids)
 
     def _logits(self, batch: FlatBatch) -> F32:
         if not batch.input_ids.size:

@@ -74,8 +74,9 @@ class StepInput:
     """One step, column by column as `ExecuteRequest` has it. N rows, T input tokens.
 
     sequence_ids: uint64[N]; table_versions: uint32[N]; num_input_tokens, num_computed_tokens,
-    num_samples: int32[N]; input_token_ids: int32[T]. N may be 0: then copies, starts, deltas
-    and drops are carried out and nothing is computed.
+    num_samples: int32[N]; input_token_ids: int32[T]. N may be 0: then swaps, copies, starts, deltas
+    and drops are carried out and nothing is computed. Swap-ins come first, then copies, then
+    swap-outs.
     """
 
     step_id: int
@@ -87,6 +88,10 @@ class StepInput:
     num_samples: I32 = field(default_factory=no_i32)
     copy_src_block_ids: I32 = field(default_factory=no_i32)
     copy_dst_block_ids: I32 = field(default_factory=no_i32)
+    swap_in_host_block_ids: I32 = field(default_factory=no_i32)
+    swap_in_block_ids: I32 = field(default_factory=no_i32)
+    swap_out_block_ids: I32 = field(default_factory=no_i32)
+    swap_out_host_block_ids: I32 = field(default_factory=no_i32)
     starts: tuple[SequenceStart, ...] = ()
     deltas: TableDeltas = field(default_factory=TableDeltas)
     dropped_sequence_ids: U64 = field(default_factory=no_u64)
@@ -97,8 +102,8 @@ class StepInput:
 class StepTimings:
     """Where the time went, in microseconds.
 
-    idle_us: since the end of the previous step. prepare_us: tables and copies, of which copy_us
-    went into copies.
+    idle_us: since the end of the previous step. prepare_us: tables, copies and swaps, of which
+    copy_us went into copies and swaps.
     """
 
     idle_us: int

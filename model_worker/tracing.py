@@ -30,12 +30,17 @@ def record_step(telemetry: Telemetry, step: StepInput, output: StepOutput) -> No
             },
         )
         parent = traceparent(span)
-        if step.copy_src_block_ids.size:
+        moved = {
+            "num_blocks": int(step.copy_src_block_ids.size),
+            "num_swapped_in_blocks": int(step.swap_in_block_ids.size),
+            "num_swapped_out_blocks": int(step.swap_out_block_ids.size),
+        }
+        if any(moved.values()):
             telemetry.record(
                 "worker.copies",
                 (prepared - timings.copy_us * 1000, prepared),
                 parent=parent,
-                attributes={"num_blocks": int(step.copy_src_block_ids.size)},
+                attributes=moved,
             )
         telemetry.record("worker.forward", (prepared, forwarded), parent=parent)
         telemetry.record("worker.sample", (forwarded, ended), parent=parent)

@@ -71,23 +71,26 @@ class LayerKv:
     values: torch.Tensor
 
 
-# Copies whole blocks within pools: source and destination block ids, int32[C] each. Destinations
-# are distinct and none of them is a source.
+# Copies whole blocks: source and destination block ids, int32[C] each. Destinations are distinct,
+# and within the same pools none of them is a source.
 BlockCopy = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], None]
+# Makes one from the pools to read and those to write, [num_blocks, ...] each; either may be in
+# pinned memory of the host.
+BlockCopier = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], BlockCopy]
 
 
 class AttentionBackend(Protocol):
     """Computes paged attention. Created once; `plan` runs once a step, `forward` once a layer.
 
-    device: where weights and KV must be. block_copier: makes a copier for the pools it is given,
-    [num_blocks, ...] each; None where torch's own indexing does.
+    device: where weights and KV must be. block_copier: None where torch's own
+    indexing copies blocks.
     """
 
     name: str
     device: torch.device
 
     @property
-    def block_copier(self) -> Callable[[Sequence[torch.Tensor]], BlockCopy] | None: ...
+    def block_copier(self) -> BlockCopier | None: ...
 
     def check(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedModelError when a layer like `spec` would not be computed rightly."""

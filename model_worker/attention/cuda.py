@@ -104,9 +104,11 @@ class CudaAttention:
         self.launcher.prepare(kernels.merge)
         self._num_resident[kernels] = self.launcher.prepare(kernels.attention)
 
-    def block_copier(self, pools: Sequence[torch.Tensor]) -> BlockCopy:
-        """Copies of all `pools` in one launch."""
-        return BlockCopier(self.launcher, pools, pools).copy
+    def block_copier(
+        self, source_pools: Sequence[torch.Tensor], destination_pools: Sequence[torch.Tensor]
+    ) -> BlockCopy:
+        """Copies of all pools in one launch."""
+        return BlockCopier(self.launcher, source_pools, destination_pools).copy
 
     def plan(self, batch: AttentionBatch, block_size: int, device: torch.device) -> Plan:
         del block_size

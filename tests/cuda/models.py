@@ -40,6 +40,7 @@ def _runner(loaded: LoadedModel, backend: AttentionBackend) -> ModelRunner:
         max_model_len=loaded.max_model_len,
         max_num_batched_tokens=256,
         max_num_seqs=8,
+        num_host_blocks=64,
     )
     kv = KvTensors(
         loaded.layer_specs,
@@ -48,6 +49,7 @@ def _runner(loaded: LoadedModel, backend: AttentionBackend) -> ModelRunner:
         loaded.dtype,
         loaded.device,
         backend.block_copier,
+        num_host_blocks=64,
     )
     for layer in kv.layers:
         layer.keys.fill_(torch.nan)
@@ -56,7 +58,8 @@ def _runner(loaded: LoadedModel, backend: AttentionBackend) -> ModelRunner:
 
 
 def _generate(runner: ModelRunner) -> list[list[int]]:
-    """Chunked prefills beside decodes, a fork in the middle of a block with its copy."""
+    """Chunked prefills beside decodes, a fork in the middle of a block with its copy, and a
+    sequence that is swapped out and in again."""
     driver = Driver(runner)
     first, second = (driver.add(random_prompt(i, length)) for i, length in enumerate((29, 70)))
     driver.step([(first, 20, 0)])
@@ -64,7 +67,13 @@ def _generate(runner: ModelRunner) -> list[list[int]]:
     driver.step([(second, 20, 1), (first, 1, 1)])
     child = driver.fork(first)
     child.tokens[-1] = 5
-    for _ in range(8):
+    for _ in range(4):
+        driver.step([(first, 1, 1), (child, 1, 1), (second, 1, 1)])
+    driver.swap_out(second)
+    for _ in range(3):
+        driver.step([(first, 1, 1), (child, 1, 1)])
+    driver.swap_in(second)
+    for _ in range(4):
         driver.step([(first, 1, 1), (child, 1, 1), (second, 1, 1)])
     return [sequence.tokens for sequence in (first, second, child)]
 

@@ -28,6 +28,9 @@ def options(model_folders) -> WorkerOptions:
         ({"max_model_len": 257}, r"within 1\.\.256"),
         ({"num_blocks": 0}, "below 1"),
         ({"block_size": 0}, "below 1"),
+        ({"num_host_blocks": -1}, "below 0"),
+        ({"swap_space": "lots"}, "write it like 2GiB"),
+        ({"swap_space": "900TiB"}, "--swap-space asks for 943718400.0 MiB, but only"),
     ],
 )
 def test_what_cannot_be_built_is_a_sentence(options, changes, sentence):
@@ -42,6 +45,27 @@ def test_the_pool_is_what_the_options_say(options):
     runner = build_runner(replace(options, dtype="bfloat16", num_blocks=3, block_size=5))
     assert runner.kv.layers[0].keys.shape == (3, 2, 5, 16)
     assert runner.kv.bytes_per_block == 2 * 2 * 2 * 5 * 16 * 2
+
+
+def test_the_host_tier_is_what_the_options_say(options):
+    def num_host_blocks(**changes):
+        runner = build_runner(replace(options, num_blocks=3, **changes))
+        assert runner.kv.host.num_blocks == runner.input_batch.limits.num_host_blocks
+        return runner.kv.host.num_blocks
+
+    assert num_host_blocks() == 3  # as many as the pool has
+    assert num_host_blocks(swap_space="1MiB") == 2**20 // 8192
+    assert num_host_blocks(swap_space="0") == 0
+    assert num_host_blocks(num_host_blocks=0) == 0
+    assert num_host_blocks(num_host_blocks=5, swap_space="1MiB") == 5
+
+
+def test_rates_are_measured(options):
+    rates = build_runner(replace(options, num_blocks=3)).rates
+    assert rates.prefill_tokens_per_s > 0
+    assert rates.swap_bytes_per_s > 0
+    rates = build_runner(replace(options, num_blocks=3, num_host_blocks=0)).rates
+    assert rates.swap_bytes_per_s == 0
 
 
 def test_timings_add_up_and_idle_time_is_that_between_steps(options):

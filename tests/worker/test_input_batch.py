@@ -19,6 +19,7 @@ LIMITS = Limits(
     max_model_len=30,
     max_num_batched_tokens=16,
     max_num_seqs=3,
+    num_host_blocks=4,
 )
 
 
@@ -54,6 +55,19 @@ def step(
             np.array(columns[3], np.uint32),
         ),
         dropped_sequence_ids=np.array(dropped or [], np.uint64),
+    )
+
+
+def swaps(
+    ins: tuple[list[int], list[int]] = ([], []), outs: tuple[list[int], list[int]] = ([], [])
+) -> StepInput:
+    """Sources and destinations of each."""
+    return replace(
+        step([]),
+        swap_in_host_block_ids=np.array(ins[0], np.int32),
+        swap_in_block_ids=np.array(ins[1], np.int32),
+        swap_out_block_ids=np.array(outs[0], np.int32),
+        swap_out_host_block_ids=np.array(outs[1], np.int32),
     )
 
 
@@ -195,8 +209,15 @@ def test_b34_first_and_last_id_are_accepted(batch):
         (step([], deltas=[(7, 2**31 - 1, 9, 2)]), "table index 2147483647"),
         (step([], copies=([1], [20])), "20 is not a block id"),
         (step([], copies=([-1], [2])), "-1 is not a block id"),
-        (step([], copies=([1, 2], [3, 3])), "same destination"),
+        (step([], copies=([1, 2], [3, 3])), "two copy pairs have the same destination"),
         (step([], copies=([1, 2], [3])), "2 copy sources, 1 dest"),
+        (swaps(ins=([4], [1])), "swap-in source 4 is not a block id, they are 0..3"),
+        (swaps(ins=([3], [20])), "swap-in destination 20 is not"),
+        (swaps(ins=([0, 1], [2, 2])), "two swap-in pairs"),
+        (swaps(outs=([20], [1])), "swap-out source 20 is not"),
+        (swaps(outs=([1], [4])), "swap-out destination 4 is not a block id, they are 0..3"),
+        (swaps(outs=([1, 2], [3, 3])), "two swap-out pairs"),
+        (swaps(outs=([1, 2], [3])), "2 swap-out sources, 1 dest"),
         (step([(7, 1, 0, [1], 1), (7, 1, 1, [1], 1)]), "two rows"),
         (step([(7, 1, 0, [], 1)]), "num_input_tokens >= 1"),
         (step([(7, 1, 0, [1], -1)]), "num_samples >= 0"),

@@ -82,6 +82,7 @@ def worker(socket_dir: Path, model_folders: dict[str, Path]) -> Iterator[Worker]
     environment = {
         "OCTAVO_WORKER_MODEL": str(model_folders["llama-gqa"]),
         "OCTAVO_WORKER_NUM_BLOCKS": "32",
+        "OCTAVO_WORKER_NUM_HOST_BLOCKS": "5",
     }
     with worker_process(socket_dir, *OPTIONS, environment=environment) as (address, process):
         ready = Worker(address)
@@ -105,7 +106,45 @@ def test_info(worker, model_folders):
     geometry = info.geometry
     assert (geometry.num_blocks, geometry.block_size) == (32, 4)
     assert (geometry.max_model_len, geometry.kv_dtype) == (256, "float32")
+    assert geometry.num_host_blocks == 5
+    assert info.prefill_tokens_per_s > 0
+    assert info.swap_bytes_per_s > 0
     assert geometry.kv_bytes_per_block == 2 * 2 * 2 * 4 * 16 * 4  # layers, k/v, heads, slots, dim
+
+
+def swap(blocks: list[int], others: list[int]) -> types_pb2.BlockCopies:
+    return types_pb2.BlockCopies(src_block_ids=pack(blocks, I32), dst_block_ids=pack(others, I32))
+
+
+def test_a_sequence_goes_on_after_it_was_swapped_out_and_in(worker, model_folders):
+    """By steps without rows; in between another one has its blocks."""
+    prompt = random_prompt(2, 10)
+    expected = greedy_ids(eager_model(model_folders["llama-gqa"]), prompt, 3)
+    stream, fence = worker.stream(), worker.fence()
+    step, next_id = stream.step, worker.next_step_id
+    started = [start(1, [9, 3, 30])]
+    tokens = sampled(step(request(fence, next_id(), [(1, 1, 0, prompt, 1)], starts=started)))
+    out = request(fence, next_id(), [])
+    out.swap_outs.CopyFrom(swap([9, 3, 30], [4, 0, 2]))
+    assert sampled(step(out)) == []
+    other = [start(2, [3, 30, 9])]
+    step(request(fence, next_id(), [(2, 1, 0, random_prompt(3, 12), 1)], starts=other))
+    back = request(fence, next_id(), [], starts=[start(1, [7, 8, 1], 2)])
+    back.swap_ins.CopyFrom(swap([4, 0, 2], [7, 8, 1]))
+    assert sampled(step(back)) == []
+    for position in (10, 11):
+        row = (1, 2, position, tokens[-1:], 1)
+        tokens += sampled(step(request(fence, next_id(), [row])))
+    assert tokens == expected
+    stream.end()
+
+
+def test_a_swap_beyond_the_host_tier_is_refused(worker):
+    stream = worker.stream()
+    bad = request(worker.fence(), worker.next_step_id(), [])
+    bad.swap_outs.CopyFrom(swap([1], [5]))
+    stream.send(bad)
+    assert stream.failure() == "INVALID_BATCH"
 
 
 def test_tokens_over_the_wire_equal_generate(worker, model_folders):

@@ -60,7 +60,13 @@ def extent(span: ReadableSpan) -> tuple[int, int]:
 def test_a_step_and_its_parts():
     copies = np.array([1, 2], np.int32)
     spans = recorded(
-        step(traceparent=STEP, copy_src_block_ids=copies, copy_dst_block_ids=copies + 2)
+        step(
+            traceparent=STEP,
+            copy_src_block_ids=copies,
+            copy_dst_block_ids=copies + 2,
+            swap_out_block_ids=copies[:1],
+            swap_out_host_block_ids=copies[:1],
+        )
     )
     assert spans.keys() == {"worker.execute", "worker.copies", "worker.forward", "worker.sample"}
     whole = spans["worker.execute"]
@@ -81,6 +87,11 @@ def test_a_step_and_its_parts():
         assert parent.span_id == context(whole).span_id
     assert extent(whole) == (1_000_000, 1_240_000)
     assert extent(spans["worker.copies"]) == (1_006_000, 1_010_000)
+    assert dict(spans["worker.copies"].attributes or {}) == {
+        "num_blocks": 2,
+        "num_swapped_in_blocks": 0,
+        "num_swapped_out_blocks": 1,
+    }
     assert extent(spans["worker.forward"]) == (1_010_000, 1_210_000)
     assert extent(spans["worker.sample"]) == (1_210_000, 1_240_000)
 

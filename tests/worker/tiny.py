@@ -104,9 +104,17 @@ def make_runner(
     block_size: int = 4,
     max_num_batched_tokens: int = 256,
     max_num_seqs: int = 16,
+    num_host_blocks: int = 0,
 ) -> ModelRunner:
     """A runner with a pool that is NaN all over, so that whoever reads an unwritten slot shows."""
-    kv = KvTensors(loaded.layer_specs, num_blocks, block_size, loaded.dtype, loaded.device)
+    kv = KvTensors(
+        loaded.layer_specs,
+        num_blocks,
+        block_size,
+        loaded.dtype,
+        loaded.device,
+        num_host_blocks=num_host_blocks,
+    )
     for layer in kv.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
@@ -117,6 +125,7 @@ def make_runner(
         max_model_len=loaded.max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        num_host_blocks=num_host_blocks,
     )
     return ModelRunner(PagedForward(loaded, create_backend("reference")), kv, InputBatch(limits))
 
@@ -147,6 +156,8 @@ class Driver:
         self.step_id = 0
         self.num_sequences = 0
         self.copies: list[tuple[int, int]] = []
+        self.swap_ins: list[tuple[int, int]] = []
+        self.swap_outs: list[tuple[int, int]] = []
 
     def add(self, tokens: list[int], sampling: Sampling | None = None) -> DrivenSequence:
         self.num_sequences += 1
@@ -161,6 +172,19 @@ class Driver:
             child.block_ids[-1] = self.free.pop()
             self.copies.append((parent.block_ids[-1], child.block_ids[-1]))
         return child
+
+    def swap_out(self, sequence: DrivenSequence) -> None:
+        """In the next step, whose rows may be given its blocks at once. Host blocks are numbered
+        as the blocks are."""
+        self.swap_outs += [(block, block) for block in sequence.block_ids]
+        self.free += sequence.block_ids
+
+    def swap_in(self, sequence: DrivenSequence) -> None:
+        """In the next step, to other blocks."""
+        blocks = [int(self.free.pop(0)) for _ in sequence.block_ids]
+        self.swap_ins += list(zip(sequence.block_ids, blocks, strict=True))
+        sequence.block_ids, sequence.is_known = blocks, False
+        sequence.table_version += 1
 
     def step(self, rows: list[tuple[DrivenSequence, int, int]]) -> list[list[int]]:
         """Run rows of (sequence, num_input_tokens, num_samples); the drawn ids of each row.
@@ -184,8 +208,8 @@ class Driver:
         for sequence, num_inputs, _ in rows:
             self._provide(sequence, num_inputs, starts, deltas)
         columns = list(zip(*deltas, strict=True)) or [(), (), (), ()]
-        src, dst = zip(*self.copies, strict=True) if self.copies else ((), ())
-        self.copies = []
+        copies, swap_ins, swap_outs = map(columns_of, (self.copies, self.swap_ins, self.swap_outs))
+        self.copies, self.swap_ins, self.swap_outs = [], [], []
         return self.runner.execute(
             StepInput(
                 step_id=self.step_id,
@@ -202,8 +226,12 @@ class Driver:
                     np.int32,
                 ),
                 num_samples=np.array([k for _, _, k in rows], np.int32),
-                copy_src_block_ids=np.array(src, np.int32),
-                copy_dst_block_ids=np.array(dst, np.int32),
+                copy_src_block_ids=copies[0],
+                copy_dst_block_ids=copies[1],
+                swap_in_host_block_ids=swap_ins[0],
+                swap_in_block_ids=swap_ins[1],
+                swap_out_block_ids=swap_outs[0],
+                swap_out_host_block_ids=swap_outs[1],
                 starts=tuple(starts),
                 deltas=TableDeltas(
                     np.array(columns[0], np.uint64),
@@ -243,6 +271,11 @@ class Driver:
                 (sequence.sequence_id, first + i, block_id, sequence.table_version)
                 for i, block_id in enumerate(new)
             )
+
+
+def columns_of(pairs: list[tuple[int, int]]) -> np.ndarray:
+    """Sources and destinations, int32[2, pairs]."""
+    return np.array(pairs, np.int32).reshape(-1, 2).T
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
