@@ -108,7 +108,7 @@ async def rage(
 
 
 async def leaked(stack: ChaosStack) -> tuple[int, int]:
-    """Blocks that are not free, and requests that are remembered, although nobody asks for
+    """Blocks that somebody holds, and requests that are remembered, although nobody asks for
     anything any more."""
     blocks = requests = -1
     with contextlib.suppress(TimeoutError):
@@ -116,7 +116,9 @@ async def leaked(stack: ChaosStack) -> tuple[int, int]:
             while blocks or requests:
                 stats = await stack.stats()
                 if stats is not None:
-                    blocks = stats.geometry.num_blocks - stats.levels.num_unused_blocks
+                    levels = stats.levels
+                    unused = levels.num_free_blocks + levels.num_cached_blocks
+                    blocks = stats.geometry.num_blocks - unused
                     requests = stats.num_requests
                 await asyncio.sleep(0.1)
     return blocks, requests

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.gatekeeper import Gatekeeper
-from kvmem_svc.core.mutations import PoolConfirmed
+from kvmem_svc.core.mutations import PendingSwap, PoolConfirmed
 from kvmem_svc.core.sequences import Status
 from kvmem_svc.core.views import AdoptedRequest
 from scheduler_svc.core import ops
@@ -32,15 +32,7 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
         case ops.Reserve():
             return kv.Reserve(op.sequence_ids, op.num_slots, op.group_sizes)
         case ops.Arrive(request, candidates):
-            return kv.Arrive(
-                request.request_id,
-                np.array(request.prompt_token_ids, np.int32),
-                request.params.n,
-                request.tenant,
-                request.spec,
-                request.digest,
-                [_arriving_candidate(candidate) for candidate in candidates],
-            )
+            return _arrive(request, candidates)
         case ops.Admit(members):
             return kv.Admit(
                 [
@@ -61,12 +53,35 @@ def to_kvmem_op(op: ops.Op) -> kv.Op:
                 np.array(token_ids, np.int32),
                 np.array(words, np.uint64),
             )
-        case ops.Preempt(sequence_ids):
-            return kv.Preempt(sequence_ids)
         case ops.Free(sequence_ids, reason):
             return kv.Free(sequence_ids, kv.FinishReason(reason))
         case ops.Confirm(request_id):
             return kv.Confirm(request_id)
+        case ops.Preempt() | ops.SwapOut() | ops.SwapIn():
+            return _preemption_op(op)
+
+
+def _preemption_op(op: ops.Preempt | ops.SwapOut | ops.SwapIn) -> kv.Op:
+    match op:
+        case ops.Preempt(sequence_ids):
+            return kv.Preempt(sequence_ids)
+        case ops.SwapOut(sequence_ids):
+            return kv.SwapOut(sequence_ids)
+        case ops.SwapIn(members):
+            return kv.SwapIn([kv.SwapInMember(m.sequence_id, m.num_slots) for m in members])
+
+
+def _arrive(request: Request, candidates: tuple[ops.ArrivingCandidate, ...]) -> kv.Arrive:
+    return kv.Arrive(
+        request.request_id,
+        np.array(request.prompt_token_ids, np.int32),
+        request.params.n,
+        request.tenant,
+        request.spec,
+        request.digest,
+        [_arriving_candidate(candidate) for candidate in candidates],
+        request.cache_salt,
+    )
 
 
 def _arriving_candidate(candidate: ops.ArrivingCandidate) -> kv.ArrivingCandidate:
@@ -89,7 +104,7 @@ def _op_result(result: kv.OpResult) -> ops.OpResult:
                 arrival_number=arrived.arrival_number,
                 candidate_sequence_ids=tuple(arrived.candidate_sequence_ids),
             )
-        case kv.Admitted(tables):
+        case kv.Admitted(tables) | kv.SwappedIn(tables):
             return ops.OpResult(
                 status,
                 message,
@@ -126,6 +141,7 @@ def levels_of(levels: kv.PoolLevels) -> ops.PoolLevels:
         levels.num_free_blocks + levels.num_cached_blocks,
         levels.num_quarantined_blocks,
         levels.num_free_sequences,
+        levels.num_free_host_blocks,
     )
 
 
@@ -133,6 +149,24 @@ def pending_copies_of(confirmed: PoolConfirmed) -> tuple[ops.PendingCopy, ...]:
     return tuple(
         ops.PendingCopy(copy.sequence_id, copy.src_block_id, copy.dst_block_id)
         for copy in confirmed.pending_copies
+    )
+
+
+def pending_swaps_of(confirmed: PoolConfirmed) -> tuple[ops.BlockCopies, ops.BlockCopies]:
+    """Swap-ins and swap-outs that nobody made."""
+
+    def columns(swaps: tuple[PendingSwap, ...]) -> ops.BlockCopies:
+        pairs = np.array([(s.src_block_id, s.dst_block_id) for s in swaps], np.int32)
+        pairs = pairs.reshape(-1, 2)
+        return ops.BlockCopies(pairs[:, 0], pairs[:, 1])
+
+    return columns(confirmed.pending_swap_ins), columns(confirmed.pending_swap_outs)
+
+
+def _copies_of(copies: kv.BlockCopies) -> ops.BlockCopies:
+    return ops.BlockCopies(
+        copies.src_block_ids.astype(np.int32, copy=False),
+        copies.dst_block_ids.astype(np.int32, copy=False),
     )
 
 
@@ -153,6 +187,7 @@ def adopted_of(record: AdoptedRequest, request: Request) -> ops.AdoptedRequest:
                 block_ids=tuple(sequence.block_ids.tolist()),
                 table_version=sequence.table_version,
                 state_word=int.from_bytes(sequence.scheduler_state[:8], "little"),
+                swapped=sequence.status is Status.SWAPPED,
             )
             for sequence in record.sequences
         ),
@@ -186,4 +221,6 @@ def apply_batch(
         result.copies.src_block_ids.astype(np.int32, copy=False),
         result.copies.dst_block_ids.astype(np.int32, copy=False),
         levels_of(result.levels),
+        _copies_of(result.swap_ins),
+        _copies_of(result.swap_outs),
     )

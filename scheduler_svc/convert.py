@@ -115,6 +115,19 @@ def _op_message(op: ops.Op) -> kvmem_pb2.Op:
             )
         case ops.Preempt(sequence_ids):
             return kvmem_pb2.Op(preempt=kvmem_pb2.Preempt(sequence_ids=sequence_ids))
+        case ops.SwapOut(sequence_ids):
+            return kvmem_pb2.Op(swap_out=kvmem_pb2.SwapOut(sequence_ids=sequence_ids))
+        case ops.SwapIn(members):
+            return kvmem_pb2.Op(
+                swap_in=kvmem_pb2.SwapIn(
+                    members=[
+                        kvmem_pb2.SwapInMember(
+                            sequence_id=member.sequence_id, num_slots=member.num_slots
+                        )
+                        for member in members
+                    ]
+                )
+            )
         case ops.Free(sequence_ids, reason):
             return kvmem_pb2.Op(
                 free=kvmem_pb2.Free(sequence_ids=sequence_ids, finish_reason=_finish_reason(reason))
@@ -164,6 +177,15 @@ def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
         copy_src=unpack(message.copies.src_block_ids, I32, "src_block_ids"),
         copy_dst=unpack(message.copies.dst_block_ids, I32, "dst_block_ids"),
         levels=levels_of(message.levels),
+        swap_ins=copies_of(message.swap_ins),
+        swap_outs=copies_of(message.swap_outs),
+    )
+
+
+def copies_of(message: types_pb2.BlockCopies) -> ops.BlockCopies:
+    return ops.BlockCopies(
+        unpack(message.src_block_ids, I32, "src_block_ids"),
+        unpack(message.dst_block_ids, I32, "dst_block_ids"),
     )
 
 
@@ -172,6 +194,7 @@ def levels_of(message: types_pb2.PoolLevels) -> ops.PoolLevels:
         message.num_free_blocks + message.num_cached_blocks,
         message.num_quarantined_blocks,
         message.num_free_sequences,
+        message.num_free_host_blocks,
     )
 
 
@@ -186,7 +209,7 @@ def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
                 arrival_number=message.arrived.arrival_number,
                 candidate_sequence_ids=tuple(message.arrived.candidate_sequence_ids),
             )
-        case "admitted":
+        case "admitted" | "swapped_in" as kind:
             tables = tuple(
                 ops.Table(
                     t.sequence_id,
@@ -194,7 +217,7 @@ def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
                     t.table_version,
                     t.num_computed_tokens,
                 )
-                for t in message.admitted.tables
+                for t in getattr(message, kind).tables
             )
             return ops.OpResult(status, message.message, tables=tables)
         case "forked":
@@ -240,6 +263,10 @@ def step_message(
     if len(step.copy_src):
         message.copies.src_block_ids = pack(step.copy_src, I32)
         message.copies.dst_block_ids = pack(step.copy_dst, I32)
+    for copies, to in ((step.swap_ins, message.swap_ins), (step.swap_outs, message.swap_outs)):
+        if copies:
+            to.src_block_ids = pack(copies.src, I32)
+            to.dst_block_ids = pack(copies.dst, I32)
     if len(step.deltas.sequence_ids):
         message.deltas.sequence_ids = pack(step.deltas.sequence_ids, U64)
         message.deltas.table_indices = pack(step.deltas.table_indices, I32)

@@ -176,6 +176,7 @@ def _adopted_sequence(message: kvmem_pb2.AdoptedSequence) -> ops.AdoptedSequence
         block_ids=tuple(unpack(message.block_ids, I32, "block_ids").tolist()),
         table_version=message.table_version,
         state_word=int.from_bytes(message.scheduler_state[:STATE_WORD_BYTES], "little"),
+        swapped=message.status == kvmem_pb2.SEQUENCE_STATUS_SWAPPED,
     )
 
 

@@ -88,7 +88,10 @@ class GrpcKvMemory:
             raise lost("KVMEM_LOST", WHO, error) from error
         self._fence.fence = attached.fence
         return PoolAttached(
-            convert.levels_of(attached.levels), convert_records.pending_copies_of(attached)
+            convert.levels_of(attached.levels),
+            convert_records.pending_copies_of(attached),
+            convert.copies_of(attached.pending_swap_ins),
+            convert.copies_of(attached.pending_swap_outs),
         )
 
     async def adopt(self) -> tuple[ops.AdoptedRequest, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scheduler_svc.core import ops
+from scheduler_svc.core.preemption import TierRates
 
 
 class PeerLostError(Exception):
@@ -46,6 +47,8 @@ class PoolAttached:
 
     levels: ops.PoolLevels
     pending_copies: tuple[ops.PendingCopy, ...] = ()
+    pending_swap_ins: ops.BlockCopies = field(default_factory=ops.BlockCopies)
+    pending_swap_outs: ops.BlockCopies = field(default_factory=ops.BlockCopies)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class WorkerDescription:
     max_model_len: int
     max_num_batched_tokens: int
     max_inflight_steps: int = 1
+    rates: TierRates = field(default_factory=TierRates)
     # The whole geometry, for the memory service; opaque here.
     geometry: Any = field(repr=False, default=None)
 

@@ -66,6 +66,9 @@ async def take_over(
         pending_copies=attached.pending_copies,
         retained=installed.retained,
         max_inflight_steps=description.max_inflight_steps,
+        pending_swap_ins=attached.pending_swap_ins,
+        pending_swap_outs=attached.pending_swap_outs,
+        rates=description.rates,
     )
 
 

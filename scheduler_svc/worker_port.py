@@ -12,6 +12,7 @@ from octavo.service.server import CHANNEL_OPTIONS
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc import convert, convert_records
 from scheduler_svc.core import ops
+from scheduler_svc.core.preemption import TierRates
 from scheduler_svc.peers import (
     OPEN_DEADLINE_S,
     STREAM_FAILURES,
@@ -66,6 +67,9 @@ class GrpcWorker:
             max_model_len=geometry.max_model_len,
             max_num_batched_tokens=reply.max_num_batched_tokens,
             max_inflight_steps=max(reply.max_inflight_steps, 1),
+            rates=TierRates(
+                reply.prefill_tokens_per_s, reply.swap_bytes_per_s, geometry.kv_bytes_per_block
+            ),
             geometry=geometry,
         )
 

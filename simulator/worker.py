@@ -142,9 +142,13 @@ class TagWorker:
     block_size: int
     tree: PrefixTree = field(default_factory=PrefixTree)
     slots: dict[int, int] = field(default_factory=dict)
+    # The same of the host tier.
+    host_slots: dict[int, int] = field(default_factory=dict)
     known: dict[int, KnownSequence] = field(default_factory=dict)
     last_step_id: int = 0
     num_copies: int = 0
+    num_swapped_in: int = 0
+    num_swapped_out: int = 0
     max_tokens_in_step: int = 0
 
     def forget(self) -> None:
@@ -159,7 +163,9 @@ class TagWorker:
             f"step {step.step_id} after {self.last_step_id}",
         )
         self.last_step_id = step.step_id
+        self._swap_in(step.swap_ins)
         self._copy(step)
+        self._swap_out(step.swap_outs)
         self._update_tables(step)
         self._check_destinations(step)
         rows = self._rows(step)
@@ -190,14 +196,32 @@ class TagWorker:
             "worker copies",
             f"{sources} -> {destinations} cannot be made in any order",
         )
+        self.num_copies += len(sources)
+        self._move(sources, self.slots, destinations, self.slots)
+
+    def _swap_in(self, swaps: ops.BlockCopies) -> None:
+        self.num_swapped_in += len(swaps.src)
+        self._move(swaps.src.tolist(), self.host_slots, swaps.dst.tolist(), self.slots)
+
+    def _swap_out(self, swaps: ops.BlockCopies) -> None:
+        self.num_swapped_out += len(swaps.src)
+        self._move(swaps.src.tolist(), self.slots, swaps.dst.tolist(), self.host_slots)
+
+    def _move(
+        self, sources: list[int], tags: dict[int, int], destinations: list[int], to: dict[int, int]
+    ) -> None:
+        expect(
+            len(set(destinations)) == len(destinations),
+            "worker copies",
+            f"two moves into one block: {destinations}",
+        )
         for src, dst in zip(sources, destinations, strict=True):
-            self.num_copies += 1
             for offset in range(self.block_size):
-                tag = self.slots.get(src * self.block_size + offset)
+                tag = tags.get(src * self.block_size + offset)
                 if tag is None:
-                    self.slots.pop(dst * self.block_size + offset, None)
+                    to.pop(dst * self.block_size + offset, None)
                 else:
-                    self.slots[dst * self.block_size + offset] = tag
+                    to[dst * self.block_size + offset] = tag
 
     def _update_tables(self, step: ops.Step) -> None:
         for sequence_id in step.dropped_sequence_ids.tolist():
@@ -208,7 +232,7 @@ class TagWorker:
                 list(start.block_ids), start.table_version, start.params.seed, start.sample_index
             )
         deltas = step.deltas
-        copied = set(step.copy_dst.tolist())
+        copied = {*step.copy_dst.tolist(), *step.swap_ins.dst.tolist()}
         changed: set[int] = set()
         for sequence_id, index, block_id, version in zip(
             deltas.sequence_ids.tolist(),

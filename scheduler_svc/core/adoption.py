@@ -95,9 +95,12 @@ def _status_of(record: ops.AdoptedRequest) -> GroupStatus:
     live = [s for s in record.sequences if s.finish_reason is None and not s.pruned]
     if not live:
         return GroupStatus.FINISHED
-    running = {sequence.running for sequence in live}
-    assert len(running) == 1, f"{record.request.request_id}: half of the group has blocks"
-    return GroupStatus.RUNNING if running.pop() else GroupStatus.WAITING
+    places = {(sequence.running, sequence.swapped) for sequence in live}
+    assert len(places) == 1, f"{record.request.request_id}: half of the group has blocks"
+    running, swapped = places.pop()
+    if swapped:
+        return GroupStatus.SWAPPED
+    return GroupStatus.RUNNING if running else GroupStatus.WAITING
 
 
 def find_prefix_sources(live: list[Sequence], block_size: int) -> None:

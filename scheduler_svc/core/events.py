@@ -9,12 +9,14 @@ from scheduler_svc.core.ops import (
     AdoptedRequest,
     Batch,
     BatchResult,
+    BlockCopies,
     PendingCopy,
     PoolLevels,
     RetainedStep,
     Step,
     StepResult,
 )
+from scheduler_svc.core.preemption import TierRates
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import FinishReason
 
@@ -39,6 +41,10 @@ class Connected:
     retained: tuple[RetainedStep, ...] = ()
     # Steps that may be at the worker at a time.
     max_inflight_steps: int = 1
+    # Swaps that no executed step has made.
+    pending_swap_ins: BlockCopies = field(default_factory=BlockCopies)
+    pending_swap_outs: BlockCopies = field(default_factory=BlockCopies)
+    rates: TierRates = field(default_factory=TierRates)
 
 
 @dataclass(frozen=True)

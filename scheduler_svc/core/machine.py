@@ -21,6 +21,7 @@ from scheduler_svc.core.delivery import Recipients
 from scheduler_svc.core.outbox import expect_ok
 from scheduler_svc.core.planner import Budget, Planner
 from scheduler_svc.core.policy import FirstComeFirstServed, Policy
+from scheduler_svc.core.preemption import PreemptionMode
 from scheduler_svc.core.sequence import (
     ArrivingCandidate,
     GroupStatus,
@@ -44,6 +45,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     watermark: float = 0.01
     use_prefix_cache: bool = True
+    preemption: PreemptionMode = PreemptionMode.AUTO
 
 
 class Machine:
@@ -68,6 +70,7 @@ class Machine:
             Planner(policy, decoding, config.watermark, use_prefix_cache=config.use_prefix_cache),
             Budget(config.max_num_batched_tokens, config.max_num_seqs),
             eos_token_ids,
+            config.preemption,
         )
         # None while there is no connection.
         self._stepper: Stepper | None = None

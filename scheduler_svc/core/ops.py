@@ -85,6 +85,24 @@ class Preempt:
 
 
 @dataclass(frozen=True)
+class SwapOut:
+    """Of one group: all of them or none."""
+
+    sequence_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SwapInMember:
+    sequence_id: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class SwapIn:
+    members: tuple[SwapInMember, ...]
+
+
+@dataclass(frozen=True)
 class Free:
     sequence_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -95,7 +113,7 @@ class Confirm:
     request_id: str
 
 
-Op = Arrive | Admit | Commit | Reserve | Fork | Preempt | Free | Confirm
+Op = Arrive | Admit | Commit | Reserve | Fork | Preempt | SwapOut | SwapIn | Free | Confirm
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,7 @@ class OpStatus(IntEnum):
     INVALID_STATE = 7
     INVALID_ARGUMENT = 8
     TENANT_QUOTA = 9
+    NO_FREE_HOST_BLOCKS = 10
 
 
 @dataclass(frozen=True)
@@ -166,6 +185,18 @@ class PoolLevels:
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
     num_free_sequences: int = 0
+    num_free_host_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class BlockCopies:
+    """int32 columns. Of a swap one of the two is of host blocks."""
+
+    src: Int32s = field(default_factory=lambda: NO_INT32)
+    dst: Int32s = field(default_factory=lambda: NO_INT32)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.src))
 
 
 @dataclass(frozen=True)
@@ -176,6 +207,8 @@ class BatchResult:
     copy_src: Int32s
     copy_dst: Int32s
     levels: PoolLevels
+    swap_ins: BlockCopies = field(default_factory=BlockCopies)
+    swap_outs: BlockCopies = field(default_factory=BlockCopies)
 
 
 @dataclass(frozen=True)
@@ -209,6 +242,9 @@ class Step:
     num_computed_tokens: Int32s
     input_token_ids: Int32s
     num_samples: Int32s
+    # Before the copies, and after them.
+    swap_ins: BlockCopies = field(default_factory=BlockCopies)
+    swap_outs: BlockCopies = field(default_factory=BlockCopies)
 
 
 @dataclass(frozen=True)
@@ -244,7 +280,8 @@ class RetainedStep:
 
 @dataclass(frozen=True)
 class AdoptedSequence:
-    """A sequence as the memory service has it. `running`: it has blocks."""
+    """A sequence as the memory service has it. `running`: it has blocks; `swapped`: it has host
+    blocks."""
 
     sequence_id: int
     candidate: int
@@ -257,6 +294,7 @@ class AdoptedSequence:
     block_ids: tuple[int, ...]
     table_version: int
     state_word: int
+    swapped: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.chunking import first_shares, reserved_for_short
 from scheduler_svc.core.decoding import DecodingStrategy
-from scheduler_svc.core.ops import AdmitMember
+from scheduler_svc.core.ops import Admit, AdmitMember, SwapIn, SwapInMember
 from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
 from scheduler_svc.core.shared_prefix import PrefixesUnderWay
 
 
@@ -29,7 +29,8 @@ class Budget:
 class View:
     """What the planner may know.
 
-    held_back: tenants that have all their quota allows; nobody of theirs is admitted.
+    waiting: for blocks; some of them are swapped out. held_back: tenants that have all their quota
+    allows; nobody of theirs is admitted.
     """
 
     running: SequenceOf[SequenceGroup]
@@ -64,8 +65,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Admission:
+    """A group that gets blocks: its first ones, or those it had before it was swapped out."""
+
     group: SequenceGroup
     members: tuple[AdmitMember, ...]
+
+    @property
+    def op(self) -> Admit | SwapIn:
+        if self.group.status is not GroupStatus.SWAPPED:
+            return Admit(self.members)
+        return SwapIn(tuple(SwapInMember(m.sequence_id, m.num_slots) for m in self.members))
 
 
 @dataclass
@@ -208,7 +217,10 @@ class Planner:
             view.running if self._use_prefix_cache else (), view.block_size
         )
         for group in self._policy.admission_order(view.waiting):
-            if group.request.tenant in view.held_back or under_way.will_serve(group):
+            is_swapped = group.status is GroupStatus.SWAPPED
+            if group.request.tenant in view.held_back:
+                continue
+            if under_way.will_serve(group) and not is_swapped:
                 continue
             members = admit_members(group, view.block_size, use_prefix_cache=self._use_prefix_cache)
             needed = sum(
@@ -222,7 +234,9 @@ class Planner:
             if tokens_left < 1 or group.num_seats > seats or needed + spare > free:
                 break
             plan.admissions.append(Admission(group, members))
-            tokens_left -= self._add_row(plan, group.live[0], tokens_left)
+            # Candidates after the first begin once the prefix they share is known to be there.
+            for sequence in group.live if is_swapped else group.live[:1]:
+                tokens_left -= self._add_row(plan, sequence, tokens_left)
             seats -= group.num_seats
             free -= needed
             num_running += group.num_seats

@@ -48,6 +48,7 @@ class GroupStatus(Enum):
     ARRIVING = "arriving"
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -58,6 +59,10 @@ TRANSITIONS: dict[tuple[GroupStatus, GroupStatus], str] = {
     (GroupStatus.WAITING, GroupStatus.RUNNING): "admitted: its blocks are allocated",
     (GroupStatus.WAITING, GroupStatus.FINISHED): "aborted in the queue, or re-entered with its end",
     (GroupStatus.RUNNING, GroupStatus.WAITING): "preempted: its blocks are taken back",
+    (GroupStatus.RUNNING, GroupStatus.SWAPPED): "preempted: its blocks go to the host tier",
+    (GroupStatus.SWAPPED, GroupStatus.RUNNING): "swapped in: its blocks are filled again",
+    (GroupStatus.SWAPPED, GroupStatus.WAITING): "the host tier had no room: taken back instead",
+    (GroupStatus.SWAPPED, GroupStatus.FINISHED): "aborted, or will not fit the pool again",
     (GroupStatus.RUNNING, GroupStatus.FINISHED): "all candidates ended, or aborted",
 }
 
@@ -147,8 +152,12 @@ class Sequence:
 
     def forget_blocks(self) -> None:
         """The blocks were taken back: nothing is computed, the worker must be told anew."""
-        assert not self.num_inflight_tokens, f"{self.sequence_id} is in a step"
+        self.leave_pool()
         self.num_computed_tokens = 0
+
+    def leave_pool(self) -> None:
+        """It has no blocks in the pool; the worker must be told anew when it has."""
+        assert not self.num_inflight_tokens, f"{self.sequence_id} is in a step"
         self.block_table = []
         self.num_writable_slots = 0
         self.on_worker = False

@@ -21,6 +21,7 @@ from scheduler_svc.core.lookahead import Lookahead
 from scheduler_svc.core.outbox import Outbox, expect_ok, expect_room_or_none
 from scheduler_svc.core.planner import Budget, Planner, Row, StepPlan, View
 from scheduler_svc.core.policy import Policy
+from scheduler_svc.core.preemption import Preemption, PreemptionMode
 from scheduler_svc.core.sequence import GroupStatus, Sequence, SequenceGroup
 from scheduler_svc.core.step_outcome import StepOutcome, close_group, read_step
 from scheduler_svc.core.stopping import FinishReason
@@ -36,6 +37,7 @@ class Strategies:
     planner: Planner
     budget: Budget
     eos_token_ids: tuple[int, ...]
+    preemption: PreemptionMode
 
 
 class Stepper:
@@ -57,10 +59,12 @@ class Stepper:
         self.outbox.next_batch_seq = connected.next_batch_seq
         self.mirror = WorkerMirror()
         self.mirror.take_pending_copies(connected.pending_copies)
+        self.mirror.take_swaps(connected.pending_swap_ins, connected.pending_swap_outs)
         self.now_s = 0.0
         self.block_size = connected.block_size
         self._groups = groups
         self._strategies = strategies
+        self._preemption = Preemption(strategies.preemption, connected.rates, connected.block_size)
         self._make_checker = make_checker
         self._note = note
         self._commands: list[events.Command] = []
@@ -90,7 +94,7 @@ class Stepper:
 
     def on_batch_applied(self, result: ops.BatchResult) -> None:
         self._levels, self._freed_estimate = result.levels, 0
-        if self._held_back and self.outbox.sent(ops.Free, ops.Preempt):
+        if self._held_back and self.outbox.sent(ops.Free, ops.Preempt, ops.SwapOut):
             self._held_back.clear()
         self.mirror.take_deltas(result)
         self.outbox.settle(result)
@@ -130,8 +134,8 @@ class Stepper:
         if self.outbox and not self.outbox.in_flight:
             self._send_batch()
 
-    def _groups_in(self, status: GroupStatus) -> list[SequenceGroup]:
-        return [group for group in self._groups.values() if group.status is status]
+    def _groups_in(self, *statuses: GroupStatus) -> list[SequenceGroup]:
+        return [group for group in self._groups.values() if group.status in statuses]
 
     # ---- results ----
 
@@ -208,7 +212,7 @@ class Stepper:
 
     def _begin_step(self) -> None:
         running = self._groups_in(GroupStatus.RUNNING)
-        waiting = self._groups_in(GroupStatus.WAITING)
+        waiting = self._groups_in(GroupStatus.WAITING, GroupStatus.SWAPPED)
         plan = self._strategies.planner.plan(
             View(
                 running,
@@ -220,7 +224,9 @@ class Stepper:
             ),
             self._strategies.budget,
         )
-        if not plan.rows:
+        if not plan.rows and self.mirror.has_swaps:
+            self._execute(plan)
+        elif not plan.rows:
             self._rest(running, waiting)
         elif not (plan.admissions or plan.reserving()):
             self._execute(plan)
@@ -232,7 +238,7 @@ class Stepper:
         self._queue_reserve(plan.reserving())
         for admission in plan.admissions:
             self.outbox.add(
-                ops.Admit(admission.members),
+                admission.op,
                 lambda result, group=admission.group: self._on_admitted(group, result),
             )
         self._send_batch(prepares_step=True)
@@ -309,10 +315,14 @@ class Stepper:
             return
         # When somebody ended meanwhile, whose blocks go back with the next batch, ask again before
         # anybody has to go. And children that are yet to be named cannot go with their parent.
-        if not self.outbox.holds(ops.Free, ops.Fork):
+        hungry = [*starved, *by_quota]
+        if not self.outbox.holds(ops.Free, ops.Fork, ops.Preempt):
             victim = self._make_room(starved, by_quota)
             plan = plan.without({id(victim)})
-        self._ask_again(plan, [*starved, *by_quota])
+            if victim.status is GroupStatus.SWAPPED:
+                # Its blocks are free once the step has been executed that moves them.
+                plan, hungry = self._wait(plan, hungry), []
+        self._ask_again(plan, hungry)
 
     def _wait(self, plan: StepPlan, starved: list[SequenceGroup]) -> StepPlan:
         """The plan without those who got no blocks; they ask again once the steps are done."""
@@ -342,18 +352,37 @@ class Stepper:
         self._send_batch(prepares_step=True)
 
     def _preempt(self, group: SequenceGroup) -> None:
-        """By recomputation: blocks go, tokens stay, the whole group waits again (paper §4.5)."""
-        self.outbox.add(ops.Preempt(tuple(s.sequence_id for s in group.live)))
+        """The whole group gives its blocks back, and waits for others (paper §4.5): by swapping, or
+        by recomputation, where the tokens are all that stays."""
+        group.num_preemptions += 1
         for sequence in group.live:
             self.mirror.drop(sequence)
-            sequence.forget_blocks()
-        group.num_preemptions += 1
-        group.move_to(GroupStatus.WAITING)
+        if self._preemption.swaps(group, self._levels.num_free_host_blocks):
+            self.outbox.add(
+                ops.SwapOut(_ids(group)), lambda result: self._on_swapped_out(group, result)
+            )
+            for sequence in group.live:
+                sequence.leave_pool()
+            group.move_to(GroupStatus.SWAPPED)
+        else:
+            self.outbox.add(ops.Preempt(_ids(group)))
+            for sequence in group.live:
+                sequence.forget_blocks()
+            group.move_to(GroupStatus.WAITING)
+
+    def _on_swapped_out(self, group: SequenceGroup, result: ops.OpResult) -> None:
+        if result.status is ops.OpStatus.NO_FREE_HOST_BLOCKS:
+            self.outbox.add(ops.Preempt(_ids(group)))
+            for sequence in group.live:
+                sequence.num_computed_tokens = 0
+            group.move_to(GroupStatus.WAITING)
+        else:
+            expect_ok(result)
 
     def _execute(self, plan: StepPlan) -> None:
         step_id = self._last_step_id + 1
         step, rows = self.mirror.build_step(step_id, plan, self._strategies.eos_token_ids)
-        if rows:
+        if rows or step.swap_ins or step.swap_outs:
             self._last_step_id = step_id
             self._executing.append((step_id, StepPlan(rows, [])))
             self._commands.append(events.ExecuteStep(step, _links(rows)))
@@ -378,6 +407,10 @@ class Stepper:
         )
         links = _links(self._plan.rows) if prepares_step and self._plan is not None else ()
         self._commands.append(events.ApplyBatch(batch, links))
+
+
+def _ids(group: SequenceGroup) -> tuple[int, ...]:
+    return tuple(sequence.sequence_id for sequence in group.live)
 
 
 def _links(rows: list[Row]) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ class WorkerMirror:
         self._deltas: list[tuple[int, int, int, int]] = []
         # (the sequence each is for, source, destination); None: whichever holds the destination.
         self._copies: list[tuple[int | None, int, int]] = []
+        # (source, destination); all of them are to be made, whoever they were for.
+        self._swap_ins: list[tuple[int, int]] = []
+        self._swap_outs: list[tuple[int, int]] = []
         self._dropped: list[int] = []
 
     def take_pending_copies(self, copies: tuple[ops.PendingCopy, ...]) -> None:
@@ -28,8 +31,19 @@ class WorkerMirror:
         """
         self._copies.extend((None, c.src_block_id, c.dst_block_id) for c in copies)
 
+    @property
+    def has_swaps(self) -> bool:
+        """Whether the next step has something to do even without a row."""
+        return bool(self._swap_ins or self._swap_outs)
+
+    def take_swaps(self, swap_ins: ops.BlockCopies, swap_outs: ops.BlockCopies) -> None:
+        """To be made in the next step."""
+        self._swap_ins.extend(_pairs(swap_ins))
+        self._swap_outs.extend(_pairs(swap_outs))
+
     def take_deltas(self, result: ops.BatchResult) -> None:
-        """Apply the table changes of a batch to the view."""
+        """Apply the table changes of a batch to the view, and note what is to be moved."""
+        self.take_swaps(result.swap_ins, result.swap_outs)
         deltas = result.deltas
         rows = list(
             zip(
@@ -58,8 +72,8 @@ class WorkerMirror:
     def take_tables(
         self, group: SequenceGroup, tables: tuple[ops.Table, ...], block_size: int
     ) -> None:
-        """The group was admitted: whole tables, of which siblings share the first blocks, and the
-        first ones of which may have come from the prefix cache."""
+        """The group was admitted, or swapped in: whole tables, of which siblings share the first
+        blocks, and the first ones of which may have come from the prefix cache."""
         num_shared_tokens = len(group.request.prompt_token_ids) // block_size * block_size
         for table in tables:
             sequence = self.sequences[table.sequence_id]
@@ -103,7 +117,7 @@ class WorkerMirror:
     ) -> tuple[ops.Step, list[Row]]:
         """The Execute for the rows of the plan that still run, and those rows.
 
-        With no such row nothing is taken out: what is pending goes with the next step.
+        With no such row and no swap nothing is taken out: what is pending goes with the next step.
         """
         rows = [row for row in plan.rows if _runs(row.sequence)]
         self.forget_copies()
@@ -123,18 +137,21 @@ class WorkerMirror:
             input_token_ids=np.array([t for row in rows for t in _input(row)], np.int32),
             num_samples=np.array([row.num_samples for row in rows], np.int32),
         )
-        if not rows:
+        if not rows and not self.has_swaps:
             return step, rows
         for sequence in starting:
             sequence.on_worker = True
         for row in rows:
             row.issue()
-        self._deltas, self._copies, self._dropped = [], [], []
         step = replace(
             step,
+            swap_ins=_columns(self._swap_ins),
+            swap_outs=_columns(self._swap_outs),
             copy_src=np.array([src for _, src, _ in copies], np.int32),
             copy_dst=np.array([dst for _, _, dst in copies], np.int32),
         )
+        self._deltas, self._copies, self._dropped = [], [], []
+        self._swap_ins, self._swap_outs = [], []
         return step, rows
 
     def _starting(self, rows: list[Row], destinations: set[int]) -> list[Sequence]:
@@ -176,6 +193,15 @@ class WorkerMirror:
             np.array(block_ids, np.int32),
             np.array(versions, np.uint32),
         )
+
+
+def _pairs(copies: ops.BlockCopies) -> list[tuple[int, int]]:
+    return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))
+
+
+def _columns(pairs: list[tuple[int, int]]) -> ops.BlockCopies:
+    columns = np.array(pairs, np.int32).reshape(-1, 2)
+    return ops.BlockCopies(columns[:, 0], columns[:, 1])
 
 
 def _runs(sequence: Sequence) -> bool:

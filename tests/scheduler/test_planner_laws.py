@@ -128,10 +128,13 @@ def test_shares_of_a_step(wanted: list[int], num_tokens: int) -> None:
     shares = first_shares(wanted, num_tokens, reserved)
     assert sum(shares) <= num_tokens
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
-    # The first comer has all but what is reserved; the shortest has it if it can end with it.
+    # The first comer has all but what is reserved; whoever misses least then, has it if that is
+    # enough to complete it.
     assert shares[0] >= min(wanted[0], num_tokens - reserved)
-    if min(wanted) <= reserved:
-        shortest = wanted.index(min(wanted))
+    at_first = hand_out(wanted, [0] * len(wanted), num_tokens - reserved)
+    missing = [want - share for want, share in zip(wanted, at_first, strict=True)]
+    if min(missing) <= reserved:
+        shortest = missing.index(min(missing))
         assert shares[shortest] == wanted[shortest]
     after = hand_out(wanted, shares, num_tokens - sum(shares))
     assert sum(after) == min(num_tokens, sum(wanted))

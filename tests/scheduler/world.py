@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from benchmarks.kvmem_adapter import adopted_of, apply_batch, levels_of, pending_copies_of
+from benchmarks.kvmem_adapter import (
+    adopted_of,
+    apply_batch,
+    levels_of,
+    pending_copies_of,
+    pending_swaps_of,
+)
 from kvmem_svc.core import batch as kv
 from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.invariants import check_integrity
@@ -18,6 +24,7 @@ from kvmem_svc.core.tenants import Quota
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import SamplingParams
+from scheduler_svc.core.preemption import TierRates
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import FinishReason
 from simulator.worker import EOS, Letters, TagWorker, solo_run
@@ -60,6 +67,8 @@ class World:
         config: SchedulerConfig | None = None,
         max_inflight_steps: int = 2,
         quota: Quota | None = None,
+        num_host_blocks: int = 0,
+        rates: TierRates | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.config = config or SchedulerConfig(max_waiting=100)
@@ -69,12 +78,14 @@ class World:
         self.batch: ops.Batch | None = None
         self.max_inflight_steps = max_inflight_steps
         self.quota = quota or Quota()
+        self.num_host_blocks = num_host_blocks
+        self.rates = rates or TierRates()
         # At the worker, oldest first, and the results of those executed that nobody has heard of.
         self.steps: deque[ops.Step] = deque()
         self.results: deque[ops.StepResult] = deque()
         self.retained: deque[ops.RetainedStep] = deque(maxlen=max_inflight_steps)
         self.num_batches = self.num_steps = 0
-        self.preemptions = 0
+        self.preemptions = self.swap_outs = 0
         self.now_s = 0.0
         self.num_lives = {"kvmem": 0, "worker": 0}
         self.new_machine()
@@ -135,7 +146,12 @@ class World:
         self.worker.forget()
         # The first step of another life of the memory service may have any id.
         self.worker.last_step_id = executed
-        geometry = kv.PoolGeometry(self.num_blocks, self.block_size, max_model_len=4096)
+        geometry = kv.PoolGeometry(
+            self.num_blocks,
+            self.block_size,
+            max_model_len=4096,
+            num_host_blocks=self.num_host_blocks,
+        )
         confirmed = self.gatekeeper.attach_pool(
             self.fence, self.worker_boot_id, geometry, 0, executed
         )
@@ -152,6 +168,8 @@ class World:
                 pending_copies_of(confirmed),
                 tuple(self.retained) if self.retained_is_ours else (),
                 self.max_inflight_steps,
+                *pending_swaps_of(confirmed),
+                self.rates,
             )
         )
 
@@ -194,11 +212,11 @@ class World:
                 self.come_back(request_id)
 
     def give_up_on_callers(self) -> None:
-        """Results of callers who had everything before their scheduler died: nobody comes for
-        them."""
+        """Results of callers who had everything before their scheduler died, or whose abort died
+        with it: nobody comes for them."""
         for request_id in [*self.machine.groups]:
             caller = self.callers.get(request_id)
-            if caller is None or caller.done:
+            if caller is None or caller.done or caller.aborted:
                 self._handle(events.AbortRequested(request_id))
 
     def detach(self, request_id: str) -> None:
@@ -219,6 +237,7 @@ class World:
         assert self.batch is not None
         self.num_batches += 1
         self.preemptions += sum(isinstance(op, ops.Preempt) for op in self.batch.ops)
+        self.swap_outs += sum(isinstance(op, ops.SwapOut) for op in self.batch.ops)
         result = apply_batch(self.gatekeeper, self.batch, self.fence, 0)
         assert self.memory.manager is not None
         check_integrity(self.memory.manager)
@@ -275,6 +294,7 @@ class World:
         assert stats.num_requests == 0
         assert stats.num_sequences == 0
         assert self.num_unused_blocks == self.num_blocks
+        assert stats.levels.num_free_host_blocks == self.num_host_blocks
         # The worker hears with the next step of what it may forget.
         self.arrive("last", [1], max_tokens=1)
         self.run()
