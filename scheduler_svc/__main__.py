@@ -22,6 +22,7 @@ from octavo.service.server import AddressError, ServiceHost, run
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from scheduler_svc.api_keys import ApiKeys, ApiKeysError, NoApiKeys, load_api_keys
 from scheduler_svc.core.machine import SchedulerConfig
+from scheduler_svc.core.preemption import PreemptionMode
 from scheduler_svc.kvmem_port import GrpcKvMemory
 from scheduler_svc.loop import Engine, Patience
 from scheduler_svc.peers import FenceHolder
@@ -102,6 +103,22 @@ def main(
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096)] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, max=65536)] = 1024,
     watermark: Annotated[float, typer.Option(min=0.0, max=0.5)] = 0.01,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            envvar="OCTAVO_SCHEDULER_PREFIX_CACHE",
+            help="Take the cached KV of a prompt's beginning, and let what is computed be cached.",
+        ),
+    ] = True,
+    preemption: Annotated[
+        PreemptionMode,
+        typer.Option(
+            envvar="OCTAVO_SCHEDULER_PREEMPTION",
+            help="What becomes of a running group when blocks run out: its KV is dropped and"
+            " computed again, or swapped to the host tier and back; auto: what costs less, by the"
+            " rates that the worker has measured.",
+        ),
+    ] = PreemptionMode.AUTO,
     advertise_address: Annotated[
         str,
         typer.Option(
@@ -142,7 +159,9 @@ def main(
             f"max_num_seqs is {max_num_seqs}; it must be in [1, {max_num_batched_tokens}],"
             " the last being max_num_batched_tokens"
         )
-    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_waiting, watermark)
+    config = SchedulerConfig(
+        max_num_batched_tokens, max_num_seqs, max_waiting, watermark, prefix_cache, preemption
+    )
     try:
         # A name of this process alone, so that no other is taken for it.
         holder = Holder(

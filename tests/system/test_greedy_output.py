@@ -97,14 +97,24 @@ def test_b28_all_at_once(
     assert demo.wait_until_empty().num_preemptions == 0
 
 
+@pytest.mark.parametrize("way", ["recompute", "swap"])
 def test_b11_b28_all_at_once_in_a_pool_too_small_for_them(
-    prompts: list[tuple[int, ...]], alone: list[Generation], references: list[Reference]
+    prompts: list[tuple[int, ...]], alone: list[Generation], references: list[Reference], way: str
 ) -> None:
-    with Stack(num_blocks=SMALL_POOL_BLOCKS) as stack:
+    with Stack(
+        num_blocks=SMALL_POOL_BLOCKS,
+        worker=("--num-host-blocks=200",),
+        scheduler=(f"--preemption={way}",),
+    ) as stack:
         answers = asyncio.run(all_at_once(stack.address, prompts))
         check(answers, references, "preempted")
         check_bits(answers, alone)
         stats = stack.wait_until_empty()
-        assert stats.num_preemptions > 0
+        assert (stats.num_preemptions > 0) == (way == "recompute")
+        assert (stats.num_swapped_out_blocks > 0) == (way == "swap")
+        assert stats.num_swapped_in_blocks == stats.num_swapped_out_blocks
         assert stats.peak_in_use_blocks > SMALL_POOL_BLOCKS * 3 // 4
-        print(f"{stats.num_preemptions} preemptions in {SMALL_POOL_BLOCKS} blocks")
+        print(
+            f"{stats.num_preemptions} preemptions in {SMALL_POOL_BLOCKS} blocks,"
+            f" {stats.num_swapped_out_blocks} blocks swapped out"
+        )
