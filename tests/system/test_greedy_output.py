@@ -110,7 +110,7 @@ def test_b11_b28_all_at_once_in_a_pool_too_small_for_them(
         check(answers, references, "preempted")
         check_bits(answers, alone)
         stats = stack.wait_until_empty()
-        assert (stats.num_preemptions > 0) == (way == "recompute")
+        assert stats.num_preemptions > 0
         assert (stats.num_swapped_out_blocks > 0) == (way == "swap")
         assert stats.num_swapped_in_blocks == stats.num_swapped_out_blocks
         assert stats.peak_in_use_blocks > SMALL_POOL_BLOCKS * 3 // 4
