@@ -55,6 +55,8 @@ class HostTier:
 
     def begin_step(self, acknowledged_step: int) -> None:
         """What waited for `acknowledged_step` is free."""
+        if not self._quarantine:  # as in most steps
+            return
         for due in [step for step in self._quarantine if step <= acknowledged_step]:
             for blocks in self._quarantine.pop(due):
                 self.num_quarantined -= blocks.size

@@ -25,10 +25,15 @@ def check_levels(manager: BlockManager) -> None:
             f"free {pool.num_free} + cached {pool.num_cached} + in use {pool.num_in_use} +"
             f" quarantined {pool.num_quarantined} is not {pool.num_blocks}"
         )
-    counts = (host.num_free, host.num_in_use, host.num_quarantined)
-    if sum(counts) != host.num_blocks or min(counts) < 0:
+    num_free = host.num_free
+    if (
+        num_free + host.num_in_use + host.num_quarantined != host.num_blocks
+        or num_free < 0
+        or host.num_in_use < 0
+        or host.num_quarantined < 0
+    ):
         _violated(
-            f"of the host tier free {host.num_free} + in use {host.num_in_use} + quarantined"
+            f"of the host tier free {num_free} + in use {host.num_in_use} + quarantined"
             f" {host.num_quarantined} is not {host.num_blocks}"
         )
 

@@ -57,18 +57,18 @@ class StepEffects:
         )
 
     def copies(self) -> BlockCopies:
-        return _joined(self._copies)
+        return _joined(self._copies) if self._copies else NO_COPIES
 
     def swap_ins(self) -> BlockCopies:
-        return _joined(self._swap_ins)
+        return _joined(self._swap_ins) if self._swap_ins else NO_COPIES
 
     def swap_outs(self) -> BlockCopies:
-        return _joined(self._swap_outs)
+        return _joined(self._swap_outs) if self._swap_outs else NO_COPIES
 
 
 def _joined(parts: list[BlockCopies]) -> BlockCopies:
-    if len(parts) < 2:
-        return parts[0] if parts else NO_COPIES
+    if len(parts) == 1:
+        return parts[0]
     return BlockCopies(
         np.concatenate([one.src_block_ids for one in parts]),
         np.concatenate([one.dst_block_ids for one in parts]),

@@ -162,6 +162,13 @@ def root(
 def up(
     model: Model = "",
     kv_memory: KvMemory = None,
+    swap_space: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory for sequences that have to leave the KV pool for a while, like 1GiB;"
+            " 0: none. Without: as much as the pool, at most an eighth of what is free and 4GiB."
+        ),
+    ] = None,
     state_dir: StateFolder = None,
     listen: Annotated[
         str | None, typer.Option(help="Serve the public API on host:port as well.")
@@ -184,7 +191,14 @@ def up(
     from octavo.cli.up import run_up
 
     options = StackOptions(
-        model, kv_memory, listen, max_num_batched_tokens, max_num_seqs, log_level, api_keys
+        model=model,
+        kv_memory=kv_memory,
+        swap_space=swap_space,
+        listen=listen,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        log_level=log_level,
+        api_keys=api_keys,
     )
     with told_plainly():
         state = StateDir(state_dir or default_state_dir())

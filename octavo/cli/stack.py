@@ -35,6 +35,7 @@ class StackOptions:
 
     model: str = ""
     kv_memory: str | None = None
+    swap_space: str | None = None
     listen: str | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -60,6 +61,7 @@ def service_specs(
     worker = [
         *("--address", addresses["worker"], "--model", model_path),
         *_given("--kv-memory", options.kv_memory),
+        *_given("--swap-space", options.swap_space),
         *limits,
     ]
     kvmem = ["--address", addresses["kvmem"], "--journal", str(journal)]
