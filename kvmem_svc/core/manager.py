@@ -25,7 +25,7 @@ from kvmem_svc.core.pins import HeldPrefix
 from kvmem_svc.core.pool import BlockPool
 from kvmem_svc.core.prefix_cache import Chain, Domain
 from kvmem_svc.core.publication import Filled, filled_blocks, publish
-from kvmem_svc.core.quotas import exceeds, too_many_blocks, too_many_sequences
+from kvmem_svc.core.quotas import exceeds, too_long_a_prompt, too_many_blocks, too_many_sequences
 from kvmem_svc.core.records import FinishedSequence, RequestRecord
 from kvmem_svc.core.reservation import (
     check_reserve,
@@ -238,6 +238,9 @@ class BlockManager:
         ended = sum(one.finish_reason != b.FinishReason.UNSPECIFIED for one in op.candidates)
         num_seats = op.num_candidates - ended if num_rows else 0
         over = too_many_sequences(self.quota, self.tenants, op.tenant, num_seats)
+        if over is None and num_rows:
+            num_tokens, block_size = op.prompt_token_ids.size, self.geometry.block_size
+            over = too_long_a_prompt(self.quota, op.tenant, num_tokens, block_size)
         if over is not None:
             return over
         tenant_number = self._tenant_number(op.tenant)

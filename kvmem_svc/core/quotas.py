@@ -24,6 +24,17 @@ def too_many_sequences(quota: Quota, tenants: Tenants, name: str, count: int) ->
     )
 
 
+def too_long_a_prompt(quota: Quota, name: str, num_tokens: int, block_size: int) -> OpResult | None:
+    """What an Arrive is told whose prompt would wait for blocks that its tenant never gets."""
+    num_blocks = -(-num_tokens // block_size)
+    if not quota.max_blocks or num_blocks <= quota.max_blocks:
+        return None
+    return OpResult(
+        OpStatus.TENANT_QUOTA,
+        f"the prompt needs {num_blocks} blocks, the quota of tenant {name!r} is {quota.max_blocks}",
+    )
+
+
 def too_many_blocks(
     quota: Quota, tenants: Tenants, pool: BlockPool, num_blocks_of: Mapping[int, int], op: str
 ) -> OpResult | None:

@@ -130,7 +130,11 @@ def test_quotas_are_kept_to(tmp_path: Path) -> None:
     options = ("--tenant-max-blocks", "2", "--tenant-max-sequences", "4")
     with kvmem_process(tmp_path, *options) as (address, _):
         client = opened(address)
-        sequence_id = client.apply(arrive("a", 9, tenant="t")).results[0].arrived.sequence_id
+        too_long, arrived = client.apply(
+            arrive("z", 9, tenant="t"), arrive("a", 8, tenant="t")
+        ).results
+        assert too_long.status == pb.OP_STATUS_TENANT_QUOTA
+        sequence_id = arrived.arrived.sequence_id
         member = pb.AdmitMember(sequence_id=sequence_id, num_slots=9)
         refused = client.apply(
             arrive("b", 1, tenant="t"), pb.Op(admit=pb.Admit(members=[member]))

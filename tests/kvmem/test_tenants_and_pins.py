@@ -110,7 +110,7 @@ def test_shared_blocks_count_once_and_cached_ones_do_not() -> None:
 def test_what_is_found_counts_for_who_finds_it() -> None:
     driver = limited(max_blocks=2)
     serve(driver, "a", 8, "t")
-    waiting = driver.arrive("b", 9, tenant="t")
+    waiting = driver.arrive("b", 8, tenant="t")
     refused = driver.fails(b.Admit([b.AdmitMember(waiting, 9, use_prefix_cache=True)]))
     assert refused.status == OpStatus.TENANT_QUOTA
 
@@ -148,6 +148,17 @@ def test_what_a_request_may_fork_into_is_its_own_from_its_arrival_on() -> None:
     driver.arrive("d", 1, 1, "t")
     driver.do(b.Fork(driver.manager.requests["a"].live[2], 1))
     check_integrity(driver.manager)
+
+
+def test_a_prompt_that_can_never_fit_the_quota_is_refused_when_it_arrives() -> None:
+    driver = limited(max_blocks=2, num_blocks=32)
+    refused = driver.fails(b.Arrive("a", i32(*range(9)), 1, "t"))
+    assert refused.status == OpStatus.TENANT_QUOTA
+    assert "the prompt needs 3 blocks, the quota of tenant 't' is 2" in refused.message
+    driver.arrive("b", 8, 1, "t")
+    # What has ended needs none.
+    ended = [b.ArrivingCandidate(0, i32(1), b.FinishReason.STOP)]
+    driver.do(b.Arrive("c", i32(*range(9)), 1, "t", candidates=ended))
 
 
 def test_a_request_of_another_life_comes_with_all_its_sequences_or_not_at_all() -> None:
@@ -338,6 +349,7 @@ def test_how_it_was_started_is_a_mutation_only_where_it_differs() -> None:
     driver.gatekeeper.configure(Configure(quota=Quota(3)))
     assert len(driver.mutations) == before + 1
     driver.take_over(worker="another")
-    waiting = driver.arrive("a", 13)
+    assert driver.fails(b.Arrive("b", i32(*range(13)))).status == OpStatus.TENANT_QUOTA
+    waiting = driver.arrive("a", 12)
     assert driver.fails(b.Admit([b.AdmitMember(waiting, 13)])).status == OpStatus.TENANT_QUOTA
     assert admit(driver, driver.arrive("b", 4), 4)[0].num_computed_tokens == 0

@@ -222,3 +222,56 @@ def test_no_key_is_in_any_log(guarded: Stack) -> None:
     assert "attached" in logs
     for key in (ACME, OTHER, LATER, "a-wrong-key"):
         assert key not in logs
+
+
+# ---- quotas ----
+
+
+@pytest.fixture(scope="module")
+def limited(tiny_model: Path, keys_file: Path) -> Iterator[Stack]:
+    with Stack(
+        model=tiny_model,
+        num_blocks=256,
+        worker=TINY_WORKER,
+        kvmem=("--tenant-max-blocks=8", "--tenant-max-sequences=3"),
+        scheduler=(f"--api-keys={keys_file}",),
+    ) as stack:
+        yield stack
+
+
+def test_what_can_never_fit_a_quota_is_refused_and_nobody_else_notices(limited: Stack) -> None:
+    too_long, too_many = token_prompt(8 * 16 + 1), greedy(20, n=4)
+    with (
+        client_of(limited, ACME) as acme,
+        client_of(limited, OTHER) as other,
+        other.stream(PROMPT, greedy(100)) as theirs,
+    ):
+        next(theirs)
+        with pytest.raises(octavo.OverloadedError, match="needs 9 blocks, the quota") as refused:
+            acme.generate(too_long, greedy(20))
+        assert refused.value.reason == "TENANT_QUOTA"
+        with pytest.raises(octavo.OverloadedError, match="wants 4 more, its quota is 3") as refused:
+            acme.generate(PROMPT, too_many)
+        assert refused.value.reason == "TENANT_QUOTA"
+        assert len(acme.generate(PROMPT, greedy(20, n=3)).candidates) == 3
+        assert sum(len(tokens_of(chunk)) for chunk in theirs) == 100
+    limited.wait_until_empty()
+
+
+def test_what_does_not_fit_a_quota_now_waits_and_others_do_not(limited: Stack) -> None:
+    """Each needs 6 of the 8 blocks its tenant may have, and the pool would have room for both."""
+    prompt, params = token_prompt(80, salt=7), greedy(16)
+    with (
+        client_of(limited, ACME) as acme,
+        client_of(limited, OTHER) as other,
+        acme.stream(prompt, greedy(40), cache_salt="a") as first,
+        acme.stream(prompt, params, cache_salt="b") as second,
+    ):
+        next(first)
+        next(second)
+        assert next(first).candidates
+        assert {each.status for each in acme.list_requests()} == {"running", "waiting"}
+        assert len(other.generate(PROMPT, params).candidates[0].token_ids) == 16
+        assert sum(len(tokens_of(chunk)) for chunk in first) >= 39
+        assert sum(len(tokens_of(chunk)) for chunk in second) == 16
+    limited.wait_until_empty()
