@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import structlog
 
 from kvmem_svc.core.mutations import Mutation
 from kvmem_svc.journal.encoding import encode
-from kvmem_svc.journal.fold import BUSY_EXIT_CODE
+from kvmem_svc.journal.fold import BUSY_EXIT_CODE, NICENESS
 from kvmem_svc.journal.folder import JournalFolder
 from kvmem_svc.journal.segment import Life
 from kvmem_svc.journal.writer import SegmentLimits, SegmentWriter, Tail
@@ -87,6 +88,9 @@ class BackgroundFold:
         except OSError as error:  # it stays longer than it needs to, that is all
             log.error("the journal cannot be folded", error=str(error))
             return
+        # From its first instruction on: starting takes longer than folding.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         self._process = process
         threading.Thread(target=_wait_for, args=(process,), daemon=True).start()
 

@@ -81,7 +81,7 @@ def main(
     """Fold the sealed segments of a journal into a snapshot."""
     if parent_pid is not None:
         _end_with(parent_pid)
-    os.nice(NICENESS)
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     logs.setup("octavo-kvmem-fold")
     start = time.monotonic()
     try:
