@@ -26,7 +26,7 @@ CLOSED_DOORS = frozenset(("NOT_READY", "NOT_LEADER"))
 # Its own former stream came late and took the request: nobody else knows the secret.
 REPLACED = "ATTACH_REPLACED"
 # Refusals that are final for a new request, and temporary for one that was accepted before.
-OVERLOAD = frozenset(("QUEUE_FULL",))
+OVERLOAD = frozenset(("QUEUE_FULL", "TENANT_QUOTA"))
 # These say that the request is wrong; the shell checks before it asks.
 MISTAKES = frozenset(("PROMPT_EXCEEDS_POOL", "PROMPT_TOO_LONG", "INVALID_PARAMETER"))
 
@@ -182,7 +182,7 @@ class Caller:
             known = not asking.secret or self.script.has_twin or len(self.askings) > 1
             expect(known, "errors are true", f"{self.name}: {reason}, it is its own")
         elif reason in OVERLOAD:
-            marks.hit("queue full")
+            marks.hit("queue full" if reason == "QUEUE_FULL" else "tenant quota refused")
         elif reason == REPLACED:
             expect(asking.num_streams > 1, "errors are true", f"{self.name}: {reason}, by nobody")
         elif reason not in CLOSED_DOORS:
@@ -231,6 +231,7 @@ class Caller:
             callers.after(draw.choice([0, min(MS, most_us), draw.randint(0, most_us)]), self.begin)
         else:
             self.done = True
+            callers.on_done(self.name)
 
 
 def _ignore(_: object) -> None:
@@ -249,6 +250,8 @@ class Callers(Process):
         self.callers: list[Caller] = []
         self.num_requests = 0
         self._schedulers = schedulers
+        # By the name of whom they wait for.
+        self._followers: dict[str, list[Caller]] = {}
 
     def choose_scheduler(self, address: str = "") -> SchedulerShell:
         """The one at the address; else mostly one that serves: a load balancer with stale
@@ -277,8 +280,17 @@ class Callers(Process):
     def add(self, script: Script) -> Caller:
         caller = Caller(script, self, len(self.callers))
         self.callers.append(caller)
-        self.clock.at(script.at_us, caller.begin)
+        self.world.checks.kv.enter(script.request(), script.num_asked_tokens)
+        if script.follows:
+            self._followers.setdefault(script.follows, []).append(caller)
+        else:
+            self.clock.at(script.at_us, caller.begin)
         return caller
+
+    def on_done(self, name: str) -> None:
+        """A caller is done, whatever came of it: the conversation goes on."""
+        for caller in self._followers.pop(name, ()):
+            self.after(caller.script.at_us, caller.begin)
 
     def probe(self, name: str, script: Script) -> Caller:
         """A caller of now, who only wants to be served."""

@@ -12,39 +12,17 @@ from kvmem_svc.core.manager import BlockManager
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import ApplyBatch, Mutation, Reply
 from kvmem_svc.core.sequences import ROW_MASK
+from kvmem_svc.core.tenants import Quota
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.sequence import Request, SequenceGroup
 from scheduler_svc.core.stopping import FinishReason
-from simulator.worker import EOS, PrefixTree, expect, letter_of, logprob_of, solo_run
+from simulator.kv_witness import KvWitness
+from simulator.marks import Marks
+from simulator.solo_runs import SoloRuns
+from simulator.worker import EOS, PrefixTree, expect, letter_of, logprob_of
 
 # Of one life of the memory service's state: request id and arrival number.
 RecordKey = tuple[str, str, int]
-
-
-class SoloRuns:
-    """What every candidate must be, computed once."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        self._known: dict[tuple[Request, int], tuple[int, ...]] = {}
-
-    def of(self, request: Request, candidate: int) -> tuple[int, ...]:
-        key = (request, candidate)
-        if key not in self._known:
-            self._known[key] = solo_run(request, candidate, self._tree)
-        return self._known[key]
-
-    def num_blocks_needed(self, request: Request, block_size: int) -> int:
-        """The most blocks the request can need at a time, alone in the pool.
-
-        The last token drawn needs no slot; candidates share the prompt's full blocks.
-        """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_shared = num_prompt_tokens // block_size
-        return num_shared + sum(
-            -(-(num_prompt_tokens + len(self.of(request, i)) - 1) // block_size) - num_shared
-            for i in range(request.params.n)
-        )
 
 
 class CommitLedger:
@@ -107,13 +85,18 @@ class CommitLedger:
 class Checks:
     """What the checks of one world remember."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks) -> None:
         self.tree = PrefixTree()
         self.solo_runs = SoloRuns(self.tree)
         self.commits = CommitLedger()
+        self.kv = KvWitness(self.tree, self.solo_runs, marks)
 
     def check_capacity_ends(
-        self, batch: ops.Batch, groups: Iterable[SequenceGroup], geometry: kv.PoolGeometry
+        self,
+        batch: ops.Batch,
+        groups: Iterable[SequenceGroup],
+        geometry: kv.PoolGeometry,
+        quota: Quota,
     ) -> int:
         """Only a request that cannot be served alone may end for want of blocks; how many do."""
         ended: set[int] = set()
@@ -126,11 +109,13 @@ class Checks:
             if any(sequence.sequence_id in ended for sequence in group.sequences):
                 request = group.request
                 needed = self.solo_runs.num_blocks_needed(request, geometry.block_size)
+                num_blocks = min(geometry.num_blocks, quota.max_blocks or geometry.num_blocks)
+                num_blocks -= self.kv.most_pinned_blocks
                 expect(
-                    needed > geometry.num_blocks,
+                    needed > num_blocks,
                     "capacity ends are true",
                     f"{request.request_id} ended for want of blocks; alone it needs at most"
-                    f" {needed} of {geometry.num_blocks}",
+                    f" {needed} of {num_blocks}, and {self.kv.most_pinned_blocks} were pinned",
                 )
         return len(ended)
 
@@ -162,7 +147,10 @@ def check_blocks_are_held(
     if ledger.mutations_open and fence.epoch != ledger.epoch:
         return
     blocks = np.unique(
-        np.concatenate([np.array(table, np.int32) for table in tables] + [step.copy_src])
+        np.concatenate(
+            [np.array(table, np.int32) for table in tables]
+            + [step.copy_src, step.swap_ins.dst, step.swap_outs.src]
+        )
     )
     pool = manager.pool
     loose = blocks[pool.ref_counts[blocks] == 0]
@@ -172,6 +160,29 @@ def check_blocks_are_held(
         "no free block in a step",
         f"step {step.step_id} uses {free.tolist()}, which kvmem would hand out again",
     )
+    host_blocks = np.concatenate([step.swap_ins.src, step.swap_outs.dst])
+    free = np.intersect1d(host_blocks, manager.host.free_blocks())
+    expect(
+        not free.size,
+        "no free block in a step",
+        f"step {step.step_id} uses host blocks {free.tolist()}, which kvmem would hand out again",
+    )
+
+
+def check_published_blocks_stay(
+    memory: KvMemory, fence: kv.Fence, step_id: int, written: Iterable[int]
+) -> None:
+    """Whoever has the same prefix may come to hold a published block at any moment: nobody writes
+    to it, not even its only holder."""
+    manager = memory.manager
+    if manager is not None and _is_of_now(memory, fence):
+        blocks = np.array(sorted(written), np.int32)
+        published = blocks[manager.pool.cache.is_published(blocks)]
+        expect(
+            not published.size,
+            "published blocks stay",
+            f"step {step_id} writes to {published.tolist()}, which are published",
+        )
 
 
 def check_not_taken_over(memory: KvMemory, fence: kv.Fence) -> None:
@@ -196,7 +207,10 @@ def _is_of_now(memory: KvMemory, fence: kv.Fence) -> bool:
 def check_victims(batch: ops.Batch) -> None:
     """Nobody gives way for want of blocks in the very batch in which an abort gives some back."""
     kinds = [(type(op), getattr(op, "finish_reason", None)) for op in batch.ops]
-    victims = (ops.Preempt, None) in kinds or (ops.Free, FinishReason.KV_CAPACITY) in kinds
+    victims = (
+        bool({(ops.Preempt, None), (ops.SwapOut, None)} & set(kinds))
+        or (ops.Free, FinishReason.KV_CAPACITY) in kinds
+    )
     expect(
         not (victims and (ops.Free, FinishReason.ABORT) in kinds),
         "aborts come before victims",
@@ -206,20 +220,21 @@ def check_victims(batch: ops.Batch) -> None:
 
 class CopyCheck:
     """Over all batches that prepare one step, its copies may be made in any order, and nobody
-    is given a block which one of them reads or fills."""
+    is given a block which one of them, or a swap, reads or fills."""
 
     def __init__(self) -> None:
         self._step_id = 0
         self._sources: set[int] = set()
         self._destinations: set[int] = set()
+        self._host_sources: set[int] = set()
 
     def on_applied(self, batch: kv.Batch, result: kv.BatchResult) -> None:
         if batch.step_id != self._step_id or batch.acknowledged_step >= batch.step_id:
             self._step_id = batch.step_id
-            self._sources, self._destinations = set(), set()
+            self._sources, self._destinations, self._host_sources = set(), set(), set()
         given = set(result.deltas.block_ids.tolist())
         for one in result.results:
-            if isinstance(one.value, kv.Admitted):
+            if isinstance(one.value, kv.Admitted | kv.SwappedIn):
                 given.update(block for t in one.value.tables for block in t.block_ids.tolist())
         copies = result.copies
         sources, destinations = copies.src_block_ids.tolist(), copies.dst_block_ids.tolist()
@@ -231,8 +246,19 @@ class CopyCheck:
             f"step {batch.step_id}: {sources} -> {destinations}, given {sorted(given)}, after"
             f" copies from {sorted(self._sources)} to {sorted(self._destinations)}",
         )
-        self._sources.update(sources)
-        self._destinations.update(destinations)
+        self._sources.update(sources, result.swap_outs.src_block_ids.tolist())
+        self._destinations.update(destinations, result.swap_ins.dst_block_ids.tolist())
+        self._check_host_blocks(batch.step_id, result)
+
+    def _check_host_blocks(self, step_id: int, result: kv.BatchResult) -> None:
+        given = result.swap_outs.dst_block_ids.tolist()
+        self._host_sources.update(result.swap_ins.src_block_ids.tolist())
+        expect(
+            not self._host_sources & set(given) and len(set(given)) == len(given),
+            "copies of a step",
+            f"step {step_id}: host blocks {given} are given, after swap-ins from"
+            f" {sorted(self._host_sources)}",
+        )
 
 
 class StreamCheck:
@@ -324,10 +350,14 @@ class StreamCheck:
 def check_empty(memory: KvMemory, num_blocks: int) -> None:
     """Everybody is gone: nothing of anybody is left."""
     stats = memory.stats()
+    levels = stats.levels
+    num_available = levels.num_free_blocks + levels.num_cached_blocks
+    num_host_blocks = stats.geometry.num_host_blocks if stats.geometry is not None else 0
     expect(
-        (stats.num_requests, stats.num_sequences, stats.levels.num_free_blocks)
-        == (0, 0, num_blocks),
+        (stats.num_requests, stats.num_sequences, num_available) == (0, 0, num_blocks)
+        and levels.num_free_host_blocks == num_host_blocks,
         "nothing left behind",
         f"{stats.num_requests} requests, {stats.num_sequences} sequences,"
-        f" {stats.levels.num_free_blocks} of {num_blocks} blocks free",
+        f" {num_available} of {num_blocks} blocks free or cached,"
+        f" {levels.num_free_host_blocks} of {num_host_blocks} host blocks free",
     )

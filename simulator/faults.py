@@ -182,6 +182,8 @@ class FaultInjector:
     def _kill(self, fault: Fault, process: Process, duration_us: int) -> None:
         if process.alive and not self._over:
             self._note(f"{process.name} is killed")
+            who = {"kvmem": "memory service"}.get(process.kind, process.kind)
+            self.world.marks.hit(f"swap under way when the {who} died", self.kvmem.swap_under_way)
             process.kill()
             if fault.kind == "lose" and process is self.kvmem:
                 self._note("its journal is deleted")

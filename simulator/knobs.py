@@ -7,8 +7,19 @@ from random import Random
 
 from kvmem_svc.core.batch import PoolGeometry
 from kvmem_svc.core.leases import LeaseTimes
+from kvmem_svc.core.mutations import Configure
+from kvmem_svc.core.tenants import Quota
+from scheduler_svc.core.preemption import PreemptionMode, TierRates
 from simulator.clock import MS, SECOND
 from simulator.themes import Theme, draw_theme
+
+KV_BYTES_PER_BLOCK = 1000
+DOMAINS = (
+    (("one", ""),),
+    (("one", ""), ("one", "salt")),
+    (("one", ""), ("two", "")),
+    (("one", ""), ("two", ""), ("", "salt")),
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,15 @@ class Knobs:
     detach_ttl_ms: int
     step_duration_us: tuple[int, int]
     max_inflight_steps: int
+    # How groups are preempted, and what the worker says that costs.
+    num_host_blocks: int
+    preemption: PreemptionMode
+    rates: TierRates
+    # What schedulers ask for, and what the memory service is started with.
+    use_prefix_cache: bool
+    configuration: Configure
+    # Tenant and cache_salt: whom requests may be of.
+    domains: tuple[tuple[str, str], ...]
 
     @staticmethod
     def draw(draw: Random) -> Knobs:
@@ -44,13 +64,14 @@ class Knobs:
         block_size = draw.choice([2, 3, 4, 4] if small else [1, 2, 3, 4, 4, 6])
         # Tight pools are where the bugs are; roomy ones are there for the rest.
         tokens_in_pool = draw.choice(theme.tokens_in_pool)
+        num_blocks = max(4, tokens_in_pool // block_size + draw.randint(-2, 2))
         max_num_batched_tokens = draw.choice([draw.randint(8, 12), draw.randint(8, 40)])
         if theme.crowded:
             max_num_batched_tokens = 8
         return Knobs(
             theme=theme,
             block_size=block_size,
-            num_blocks=max(4, tokens_in_pool // block_size + draw.randint(-2, 2)),
+            num_blocks=num_blocks,
             num_blocks_jitter=draw.choice([0, 0, 2]),
             max_model_len=draw.choice([40, 64, 128]),
             watermark=draw.choice(theme.watermarks),
@@ -72,9 +93,28 @@ class Knobs:
             detach_ttl_ms=draw.choice(theme.detach_ttls_ms),
             step_duration_us=draw.choice([(200, 2_000), (500, 8_000), (50, 300)]),
             max_inflight_steps=draw.choice([1, 2, 2]),
+            num_host_blocks=draw.choice(theme.num_host_blocks(num_blocks)),
+            preemption=PreemptionMode.SWAP if theme.swapping else draw.choice([*PreemptionMode]),
+            rates=TierRates(1000.0, draw.choice([0.0, 1e5, 1e6]), KV_BYTES_PER_BLOCK),
+            use_prefix_cache=theme.cached or draw.random() < 0.4,
+            configuration=Configure(draw.random() < 0.95, _draw_quota(draw, num_blocks)),
+            domains=draw.choice(DOMAINS),
         )
 
     def geometry(self, worker_life: int) -> PoolGeometry:
         """The pool of the worker's `worker_life`-th life, 1 being the first."""
         jitter = (worker_life % 3 - 1) * self.num_blocks_jitter
-        return PoolGeometry(max(3, self.num_blocks + jitter), self.block_size, self.max_model_len)
+        return PoolGeometry(
+            max(3, self.num_blocks + jitter),
+            self.block_size,
+            self.max_model_len,
+            KV_BYTES_PER_BLOCK,
+            num_host_blocks=self.num_host_blocks,
+        )
+
+
+def _draw_quota(draw: Random, num_blocks: int) -> Quota:
+    """Mostly none."""
+    if draw.random() < 0.75:
+        return Quota()
+    return Quota(draw.choice([0, num_blocks // 2, num_blocks - 2]), draw.choice([0, 4, 8]))

@@ -13,7 +13,7 @@ from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.memory import KvMemory
 from kvmem_svc.core.mutations import ApplyBatch as ApplyBatchMutation
 from kvmem_svc.core.mutations import Mutation, PoolConfirmed, Reply, Session
-from simulator import checkers
+from simulator import checkers, messages
 from simulator.clock import MS
 from simulator.journal import Disk, Record
 from simulator.messages import (
@@ -51,6 +51,7 @@ class KvmemShell(Process):
     # The epoch whose holder has confirmed the pool to this process.
     _confirmed_epoch: int
     _recovered: bool
+    _ticking: bool
 
     def __init__(self, world: Surroundings) -> None:
         super().__init__("kvmem", world)
@@ -77,8 +78,11 @@ class KvmemShell(Process):
         self._stream = None
         self._confirmed_epoch = 0
         self._death = None
+        self._ticking = False
         self.note(f"starts as {memory.ledger.kvmem_boot_id}, recovered: {self._recovered}")
         checkers.check_memory(memory)
+        self.world.checks.kv.on_started(memory)
+        self.gatekeeper.configure(knobs.configuration)
         self.after(TICK_US, self._tick)
 
     @property
@@ -86,7 +90,9 @@ class KvmemShell(Process):
         return self.clock.now_us // MS
 
     def _tick(self) -> None:
+        self._ticking = True
         request_ids = self.gatekeeper.tick(self._now_ms)
+        self._ticking = False
         if request_ids:
             self.world.marks.hit("orphans expired", len(request_ids))
             self.note(f"nobody came for {request_ids}: expired")
@@ -112,6 +118,10 @@ class KvmemShell(Process):
             self.disk.append(record)
             checkers.check_memory(self.memory)
             self.world.checks.commits.on_recorded(self.memory, mutation, reply)
+            self.world.checks.kv.on_recorded(
+                self.memory, mutation, reply, self._now_ms, is_asked_for=not self._ticking
+            )
+            self._count(mutation, reply)
             if isinstance(mutation, ApplyBatchMutation):
                 assert isinstance(reply, kv.BatchResult)
                 self._copies.on_applied(mutation.batch, reply)
@@ -123,6 +133,22 @@ class KvmemShell(Process):
             self.kill()
             then()
             raise Died
+
+    def _count(self, mutation: Mutation, reply: Reply) -> None:
+        if isinstance(mutation, ApplyBatchMutation) and isinstance(reply, kv.BatchResult):
+            pairs = zip(mutation.batch.ops, reply.results, strict=True)
+            over = [op for op, one in pairs if one.status is kv.OpStatus.TENANT_QUOTA]
+            needy = sum(isinstance(op, kv.Admit | kv.Reserve) for op in over)
+            self.world.marks.hit("quota refused", needy)
+
+    @property
+    def swap_under_way(self) -> bool:
+        """Whether a step that is not acknowledged swaps something."""
+        manager = self.memory.manager if self.life else None
+        if manager is None:
+            return False
+        steps = manager.pool.moves.by_step.values()
+        return any(moves.swap_ins or moves.swap_outs for moves in steps)
 
     # ---- the session stream ----
 
@@ -227,6 +253,15 @@ class KvmemShell(Process):
                     adopted = tuple(self.gatekeeper.adopt(fence, self._now_ms))
                     self._expect_confirmed()
                     return Adopted(adopted)
+                case messages.Pin(fence, pin):
+                    pinned = self.gatekeeper.pin(fence, pin, self._now_ms)
+                    self.note(f"pins {pinned.num_pinned_tokens} tokens as {pinned.pin_id}: {pin}")
+                    self._expect_confirmed()
+                    return pinned
+                case messages.Unpin(fence, pin_id):
+                    self.gatekeeper.unpin(fence, pin_id, self._now_ms)
+                    self.note(f"lets go of pin {pin_id}")
+                    return None
                 case CloseSession(fence):
                     self.gatekeeper.close_session(fence, self._now_ms)
                     self._let_go_of_stream("UNKNOWN_SESSION")
@@ -249,13 +284,16 @@ class KvmemShell(Process):
         self._expect_newest(request.fence)
         self._confirmed_epoch = memory.ledger.epoch
         self.world.marks.hit("pending copies adopted", bool(confirmed.pending_copies))
+        swaps = [*confirmed.pending_swap_ins, *confirmed.pending_swap_outs]
+        self.world.marks.hit("pending swaps adopted", bool(swaps))
         if confirmed.is_new_pool:
             self.world.marks.hit("new worker adopted", has_records)
         self.note(
             f"attaches the pool of {request.worker_boot_id}, new: {confirmed.is_new_pool}:"
             f" {request.geometry.num_blocks} blocks of {request.geometry.block_size}; step"
             f" {request.last_executed_step} was the last; pending copies:"
-            f" {[(c.src_block_id, c.dst_block_id) for c in confirmed.pending_copies]}"
+            f" {[(c.src_block_id, c.dst_block_id) for c in confirmed.pending_copies]}, swaps:"
+            f" {swaps}"
         )
         return PoolAttached(memory.ledger.fence(), levels_of(memory.levels()), confirmed)
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvmem_svc.core import batch as kv
+from kvmem_svc.core import mutations
 from kvmem_svc.core.mutations import PoolConfirmed
 from kvmem_svc.core.views import AdoptedRequest
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.params import SamplingParams
+from scheduler_svc.core.preemption import TierRates
 
 # ---- scheduler and memory service ----
 
@@ -72,6 +74,21 @@ class Adopted:
     records: tuple[AdoptedRequest, ...]
 
 
+# ---- operator and memory service ----
+
+
+@dataclass(frozen=True)
+class Pin:
+    fence: kv.Fence
+    pin: mutations.Pin
+
+
+@dataclass(frozen=True)
+class Unpin:
+    fence: kv.Fence
+    pin_id: int
+
+
 # ---- scheduler and worker ----
 
 
@@ -83,6 +100,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...]
     max_num_batched_tokens: int
     max_inflight_steps: int
+    rates: TierRates
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,8 @@ class Generate:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    tenant: str = ""
+    cache_salt: str = ""
     attachment: Attachment = Attachment()
 
 

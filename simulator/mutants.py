@@ -74,6 +74,17 @@ STEPPER = "scheduler_svc.core.stepper"
 ADOPTION = "scheduler_svc.core.adoption"
 DELIVERY = "scheduler_svc.core.delivery"
 MIRROR = "scheduler_svc.core.worker_mirror"
+MANAGER = "kvmem_svc.core.manager"
+HOST_TIER = "kvmem_svc.core.host_tier"
+SWAPS = "kvmem_svc.core.swaps"
+SEQUENCES = "kvmem_svc.core.sequences"
+STATE_SEQUENCES = "kvmem_svc.core.state_sequences"
+QUOTAS = "kvmem_svc.core.quotas"
+ADMISSION = "kvmem_svc.core.admission"
+PREFIX_CACHE = "kvmem_svc.core.prefix_cache"
+PUBLICATION = "kvmem_svc.core.publication"
+OUTCOME = "scheduler_svc.core.step_outcome"
+SEQUENCE = "scheduler_svc.core.sequence"
 FENCING = "model_worker.fencing"
 
 
@@ -185,6 +196,139 @@ MUTANTS = (
             '    ledger.next_batch_seq = max(1, plain["next_batch_seq"] - 1)\n',
         ),
     ),
+    # The memory service's prefix cache.
+    _mutant(
+        "cached blocks are found whatever the tenant",
+        (PREFIX_CACHE, "tenant, salt = self.tenant.encode(),", 'tenant, salt = b"",'),
+        (PREFIX_CACHE, "return self.domains.get(block) == chain.domain", "return True"),
+    ),
+    _mutant(
+        "cached blocks are found whatever the cache_salt",
+        (PREFIX_CACHE, '"little") + tenant + salt', '"little") + tenant'),
+        (
+            PREFIX_CACHE,
+            "return self.domains.get(block) == chain.domain",
+            "return block in self.domains and self.domains[block].tenant == chain.domain.tenant",
+        ),
+    ),
+    _mutant(
+        "a cached block is found whatever came before it",
+        (PREFIX_CACHE, "return blake2b(parent + tokens,", "return blake2b(tokens,"),
+        (PREFIX_CACHE, "if self._parents[block] != chain.serial or", "if"),
+    ),
+    _mutant(
+        "a key is taken for the tokens that it is of",
+        (
+            PREFIX_CACHE,
+            "return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()",
+            "return blake2b(parent + tokens, digest_size=1).digest() * KEY_BYTES",
+        ),
+        (PREFIX_CACHE, " or self.tokens[block].tobytes() != tokens:", ":"),
+    ),
+    _mutant(
+        "blocks are published when their tokens are known",
+        (
+            PUBLICATION,
+            "ahead = table.num_computed[rows] - table.chained_len[rows]",
+            "ahead = table.length[rows] - table.chained_len[rows]",
+        ),
+    ),
+    _mutant(
+        "a child goes on with its parent's chain",
+        (FORK, "chain = replace(table.chain_of(parent))", "chain = table.chain_of(parent)"),
+    ),
+    _mutant(
+        "a prompt that is found to its end is written in place",
+        (ADMISSION, "        num_computed < num_filled,\n", "        False,\n"),
+    ),
+    _mutant(
+        "a prompt that is found to its end is not computed",
+        (
+            ADMISSION,
+            "min(num_filled, _num_lookup_tokens(table, row) - 1)",
+            "min(num_filled, _num_lookup_tokens(table, row))",
+        ),
+    ),
+    _mutant(
+        "a cached block that is found may be evicted",
+        (
+            POOL,
+            "            self._stamps[idle] = 0\n            self._count_for(idle, tenant)\n",
+            "            self._count_for(idle, tenant)\n",
+        ),
+    ),
+    _mutant(
+        "an evicted block keeps its key",
+        (POOL, "        self.cache.forget(blocks)  # before", "        # before"),
+    ),
+    _mutant(
+        "a pin ends at the next look at the clock",
+        (
+            GATEKEEPER,
+            "self._pin_ends_ms.items() if end_ms <= now_ms]",
+            "self._pin_ends_ms.items()]",
+        ),
+    ),
+    _mutant(
+        "a public pin is found after it was let go",
+        (
+            MANAGER,
+            "        if pin is not None:\n            self._tell_what_is_public()\n",
+            "        if pin is not None:\n",
+        ),
+    ),
+    # Its host tier.
+    _mutant(
+        "a block that is swapped out is not held until it is moved",
+        (MOVES, "*self.swap_ins, *self.swap_outs.values()]", "*self.swap_ins]"),
+    ),
+    _mutant(
+        "a host block is given again before it is read",
+        (
+            HOST_TIER,
+            "np.isin(retired, moves.touched_host_blocks())",
+            "np.isin(retired, retired[:0])",
+        ),
+        (HOST_TIER, "        if moves.nothing_in_flight:\n", "        if True:\n"),
+    ),
+    _mutant(
+        "a host block counts for one of those that share it",
+        (SWAPS, "host.allocate(plan.num_holders)", "host.allocate(np.ones_like(plan.num_holders))"),
+    ),
+    _mutant(
+        "candidates that come back write to what they share",
+        (SWAPS, "< shared[places[writes]] - 1]", "< shared[places[writes]] - 2]"),
+    ),
+    _mutant(
+        "a snapshot leaves out where the swapped ones are",
+        (STATE_SEQUENCES, "in sorted(table.swap_maps.items())\n", "in ()\n"),
+    ),
+    _mutant(
+        "what was swapped out outlives its worker",
+        (SEQUENCES, "        self.swap_maps.clear()\n        self.tables", "        self.tables"),
+    ),
+    _mutant(
+        "a takeover forgets the swaps that nobody made",
+        (MOVES, "        if later.swap_outs:\n", "        if False:\n"),
+    ),
+    # Its quotas.
+    _mutant(
+        "a tenant is given a block more than its quota",
+        (
+            QUOTAS,
+            "if count and current + count > limit:",
+            "if count and current + count > limit + 1:",
+        ),
+        (QUOTAS, "((current + needed > limit) &", "((current + needed > limit + 1) &"),
+    ),
+    _mutant(
+        "a tenant is refused the last block of its quota",
+        (QUOTAS, "if count and current + count > limit:", "if count and current + count >= limit:"),
+    ),
+    _mutant(
+        "a tenant has a sequence more than its quota",
+        (QUOTAS, "current + count <= limit:", "current + count <= limit + 1:"),
+    ),
     # The worker.
     _mutant(
         "the worker checks no epoch",
@@ -213,8 +357,10 @@ MUTANTS = (
         "preemption splits a group",
         (
             STEPPER,
-            "ops.Preempt(tuple(s.sequence_id for s in group.live))",
-            "ops.Preempt(tuple(s.sequence_id for s in group.live[:1]))",
+            "self.outbox.add(ops.Preempt(_ids(group)))\n"
+            "            for sequence in group.live:\n                sequence.forget_blocks()",
+            "self.outbox.add(ops.Preempt(_ids(group)[:1]))\n"
+            "            for sequence in group.live:\n                sequence.forget_blocks()",
         ),
     ),
     _mutant(
@@ -234,8 +380,8 @@ MUTANTS = (
         "table deltas are sent twice",
         (
             MIRROR,
-            "self._deltas, self._copies, self._dropped = [], [], []\n        step",
-            "self._copies, self._dropped = [], []\n        step",
+            "self._deltas, self._copies, self._dropped = [], [], []\n        self._swap_ins",
+            "self._copies, self._dropped = [], []\n        self._swap_ins",
         ),
     ),
     _mutant(
@@ -256,9 +402,69 @@ MUTANTS = (
     ),
     _mutant(
         "one is ended for want of blocks that an abort gives back",
-        (STEPPER, "elif self.outbox.holds(ops.Free, ops.Fork):", "elif False:"),
+        (STEPPER, "if not self.outbox.holds(ops.Free, ops.Fork, ops.Preempt):", "if True:"),
+    ),
+    _mutant(
+        "what is in flight is committed as computed",
+        (
+            OUTCOME,
+            "np.array([sequence.num_computed_tokens for",
+            "np.array([sequence.num_scheduled_tokens for",
+        ),
+    ),
+    _mutant(
+        "a step has a token too many",
+        (
+            PLANNER,
+            "num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)",
+            "num_tokens = min(sequence.num_unscheduled_tokens, tokens_left + 1)",
+        ),
+    ),
+    _mutant(
+        "a group too many is admitted",
+        (PLANNER, "group.num_seats > seats or", "seats <= 0 or"),
+    ),
+    _mutant(
+        "a step ahead computes a spare token",
+        (
+            SEQUENCE,
+            "self.num_inflight_draws >= params.max_tokens",
+            "self.num_inflight_draws > params.max_tokens",
+        ),
+    ),
+    _mutant(
+        "a step runs ahead of a fork",
+        (SEQUENCE, "return is_last or not self.group.forked", "return is_last"),
+    ),
+    _mutant(
+        "what was found is computed again",
+        (
+            MIRROR,
+            "table.num_computed_tokens, 0 if is_first else num_shared_tokens",
+            "0, 0 if is_first else num_shared_tokens",
+        ),
+    ),
+    _mutant(
+        "a step with nothing but swaps is not executed",
+        (STEPPER, "if rows or step.swap_ins or step.swap_outs:", "if rows:"),
+    ),
+    _mutant(
+        "a swap is made again with the next step",
+        (
+            MIRROR,
+            "        self._swap_ins, self._swap_outs = [], []\n        return step, rows",
+            "        self._swap_ins = []\n        return step, rows",
+        ),
     ),
     # The scheduler, taking over.
+    _mutant(
+        "swaps that a former session planned are not made",
+        (
+            STEPPER,
+            "self.mirror.take_swaps(connected.pending_swap_ins, connected.pending_swap_outs)",
+            "pass",
+        ),
+    ),
     _mutant(
         "a result that was kept is committed twice",
         (

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 # Ends that are true whatever happens: the request cannot be served, or the door was closed when
 # it came.
-REFUSALS = frozenset(("PROMPT_EXCEEDS_POOL", "PROMPT_TOO_LONG", "QUEUE_FULL", "REQUEST_EXISTS"))
+REFUSALS = frozenset(
+    ("PROMPT_EXCEEDS_POOL", "PROMPT_TOO_LONG", "QUEUE_FULL", "REQUEST_EXISTS", "TENANT_QUOTA")
+)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ def count_batch(marks: Marks, batch: ops.Batch, result: ops.BatchResult) -> bool
         match op:
             case ops.Preempt():
                 marks.hit("preempted", ok)
+            case ops.SwapOut():
+                marks.hit("swapped out", ok)
+            case ops.SwapIn():
+                marks.hit("swapped in", ok)
             case ops.Fork():
                 marks.hit("forked", ok)
             case ops.Admit(members):
@@ -61,6 +65,8 @@ def moments_of(batch: ops.Batch, result: ops.BatchResult) -> list[str]:
     moments = []
     if result.copy_src.size:
         moments.append("batch with copies")
+    if result.swap_outs or result.swap_ins:
+        moments.append("batch with swaps")
     for op, one in zip(batch.ops, result.results, strict=True):
         if one.status is ops.OpStatus.OK:
             if isinstance(op, ops.Fork):

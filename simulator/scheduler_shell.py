@@ -12,6 +12,7 @@ from functools import partial
 from scheduler_svc.core import events, ops
 from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import InvalidRequestError, ModelLimits, resolve
+from scheduler_svc.core.preemption import PreemptionMode
 from scheduler_svc.core.sequence import GroupStatus, Request
 from simulator.checkers import check_victims
 from simulator.clock import MS, SECOND
@@ -73,7 +74,8 @@ class SchedulerShell(Process):
             knobs.max_num_seqs,
             knobs.max_waiting,
             knobs.watermark,
-            use_prefix_cache=False,
+            use_prefix_cache=knobs.use_prefix_cache,
+            preemption=knobs.preemption,
         )
 
     def boot(self) -> None:
@@ -374,7 +376,10 @@ class SchedulerShell(Process):
         assert self.worker_info is not None
         check_victims(batch)
         ended = self.world.checks.check_capacity_ends(
-            batch, self.machine.groups.values(), self.worker_info.geometry
+            batch,
+            self.machine.groups.values(),
+            self.worker_info.geometry,
+            self.world.knobs.configuration.quota,
         )
         self.world.marks.hit("kv_capacity end", ended)
         self._kvmem.apply(batch, partial(self._on_batch_result, batch))
@@ -382,16 +387,23 @@ class SchedulerShell(Process):
     def _on_batch_result(self, batch: ops.Batch, result: ops.BatchResult) -> None:
         self._num_copies_planned += len(result.copy_src)
         starved = count_batch(self.world.marks, batch, result)
+        knobs = self.world.knobs
+        wants_swaps = knobs.preemption is PreemptionMode.SWAP and knobs.num_host_blocks
+        recomputed = any(isinstance(op, ops.Preempt) for op in batch.ops)
+        self.world.marks.hit("host tier full", bool(wants_swaps and recomputed))
         self._handle(events.BatchApplied(result))
         following = self._kvmem.batch
         preempting = following is not None and any(
-            isinstance(op, ops.Preempt | ops.Free) for op in following.ops
+            isinstance(op, ops.Preempt | ops.SwapOut | ops.Free) for op in following.ops
         )
         if starved and result.levels.num_quarantined_blocks and not preempting:
             self.world.marks.hit("quarantined block waited for")
 
     def _execute(self, step: ops.Step) -> None:
         assert self.machine is not None
+        most = self.machine.config.max_num_seqs
+        num_rows = len(step.sequence_ids)
+        expect(num_rows <= most, "sequences in a step", f"{num_rows} in step {step.step_id}")
         count_step(self.world.marks, step, self.machine.groups.values())
         if len(step.copy_src) < self._num_copies_planned:
             self.world.marks.hit("copy of a preempted group dropped")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.kvmem_adapter import adopted_of, pending_copies_of
+from benchmarks.kvmem_adapter import adopted_of, pending_copies_of, pending_swaps_of
 from scheduler_svc.core import events
 from simulator.kvmem_link import KvmemLink, OnFailed
 from simulator.messages import Adopted, Installed, PoolAttached, SessionOpened, WorkerInfo
@@ -64,6 +64,7 @@ class TakeOver:
         if num_sequences < self._num_sequences_needed:
             self._on_failed("INTERNAL")
             return
+        swap_ins, swap_outs = pending_swaps_of(attached.confirmed)
         connected = events.Connected(
             next_batch_seq=opened.next_batch_seq,
             # What a former session was preparing, and has not begun, begins now.
@@ -77,5 +78,8 @@ class TakeOver:
             pending_copies=pending_copies_of(attached.confirmed),
             retained=installed.retained,
             max_inflight_steps=worker.max_inflight_steps,
+            pending_swap_ins=swap_ins,
+            pending_swap_outs=swap_outs,
+            rates=worker.rates,
         )
         self._on_connected(worker, connected)

@@ -80,6 +80,10 @@ class Theme:
     watermarks: tuple[float, ...] = (0.0, 0.0, 0.01, 0.2)
     crowded: bool = False
     long_prompts: bool = False
+    # Prompts begin alike, go on from answers, and are asked again; blocks stay cached.
+    cached: bool = False
+    # Groups are swapped out and in, mostly.
+    swapping: bool = False
     # Everybody leaves and comes back under the same id, again and again, while answers are slow.
     churn: bool = False
     max_waiting: tuple[int, ...] = (3, 12, 40)
@@ -89,6 +93,12 @@ class Theme:
     detach_ttls_ms: tuple[int, ...] = (300, 2_000, 10_000)
     # Callers who leave, of all: one of these shares.
     impatience: tuple[float, ...] = (0.0, 0.1, 0.5)
+
+    def num_host_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """What the host tier may hold, beside a pool of so many blocks."""
+        if self.swapping:
+            return (num_blocks // 2, num_blocks, 2 * num_blocks)
+        return (0, 0, num_blocks // 3, 2 * num_blocks)
 
 
 THEMES = (
@@ -127,6 +137,27 @@ THEMES = (
         max_num_seqs=(8,),
         max_waiting=(3,),
         churn=True,
+    ),
+    Theme(
+        "shared prefixes",
+        8,
+        loses_messages=False,
+        tokens_in_pool=(36, 48, 64, 90),
+        max_num_seqs=(4, 8),
+        max_waiting=(12, 40),
+        cached=True,
+    ),
+    Theme(
+        "shared prefixes and faults",
+        6,
+        num_schedulers=(1, 2),
+        fault_probability=0.12,
+        faults=(*KILLS, *MASSACRES[:2], *JOURNAL),
+        break_connection=(0.0, 0.0, 0.01),
+        tokens_in_pool=(48, 64, 90),
+        max_num_seqs=(4, 8),
+        max_waiting=(12, 40),
+        cached=True,
     ),
     # Anything may happen.
     Theme(
@@ -257,6 +288,37 @@ THEMES = (
         )
         for moment in ("batch with copies", "fork", "shared admission")
     ),
+    # Groups are swapped out and in; ...
+    Theme(
+        "swapping",
+        4,
+        loses_messages=False,
+        tokens_in_pool=(28, 36, 48),
+        max_num_seqs=(8, 10),
+        watermarks=(0.0,),
+        max_waiting=(40,),
+        crowded=True,
+        swapping=True,
+    ),
+    # ... and somebody dies just then.
+    *(
+        Theme(
+            f"death of the {who} in a swap",
+            5,
+            num_schedulers=(1, 2),
+            loses_messages=False,
+            tokens_in_pool=(28, 36, 48),
+            max_num_seqs=(8, 10),
+            watermarks=(0.0,),
+            max_waiting=(40,),
+            crowded=True,
+            swapping=True,
+            recipes=(
+                Recipe("kill", (who,), ("batch with swaps", 1, 4), duration_us=(1_000, SECOND)),
+            ),
+        )
+        for who in ("scheduler", "kvmem", "worker")
+    ),
     # A scheduler takes over from itself, since a connection broke, and then another one breaks.
     Theme(
         "broken twice",
@@ -290,7 +352,7 @@ THEMES = (
     # The worker, or the memory service, is another one before anybody has looked.
     Theme(
         "quick restart of the worker",
-        2,
+        4,
         recipes=(Recipe("kill", ("worker",), ("OpenSession", 1, 1), duration_us=(50, 300)),),
     ),
     Theme(

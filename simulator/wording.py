@@ -23,22 +23,26 @@ def op_in_words(op: ops.Op) -> str:
         case ops.Arrive(request):
             words += f" {request.request_id}"
         case ops.Admit(members):
-            words += f" {ids(m.sequence_id for m in members)}"
-            if members[-1].share_from:
-                words += f" sharing {members[-1].num_shared_blocks} blocks"
+            words += f" {ids(m.sequence_id for m in members)}{_sharing(members[-1])}"
         case ops.Commit():
             words += f" {ids(op.sequence_ids)} tokens {op.token_ids.tolist()}"
         case ops.Reserve():
             words += f" {ids(op.sequence_ids)} slots {op.num_slots.tolist()}"
         case ops.Fork(sequence_id, token_ids):
             words += f" {name(sequence_id)} tokens {list(token_ids)}"
-        case ops.Preempt(sequence_ids):
+        case ops.Preempt(sequence_ids) | ops.SwapOut(sequence_ids):
             words += f" {ids(sequence_ids)}"
+        case ops.SwapIn(members):
+            words += f" {ids(m.sequence_id for m in members)}"
         case ops.Free(sequence_ids, reason):
             words += f" {ids(sequence_ids)} ({reason.name})"
         case ops.Confirm(request_id):
             words += f" {request_id}"
     return words
+
+
+def _sharing(member: ops.AdmitMember) -> str:
+    return f" sharing {member.num_shared_blocks} blocks" if member.share_from else ""
 
 
 def batch_in_words(batch: ops.Batch) -> str:
@@ -72,9 +76,16 @@ def result_in_words(batch: ops.Batch, result: ops.BatchResult) -> str:
         f"copy {src}->{dst}"
         for src, dst in zip(result.copy_src.tolist(), result.copy_dst.tolist(), strict=True)
     )
+    words.extend(_moves("swap in", result.swap_ins))
+    words.extend(_moves("swap out", result.swap_outs))
     levels = result.levels
     words.append(f"{levels.num_free_blocks} free, {levels.num_quarantined_blocks} in quarantine")
     return "; ".join(words)
+
+
+def _moves(what: str, moves: ops.BlockCopies) -> list[str]:
+    pairs = zip(moves.src.tolist(), moves.dst.tolist(), strict=True)
+    return [f"{what} {src}->{dst}" for src, dst in pairs]
 
 
 def step_in_words(step: ops.Step) -> str:
@@ -92,4 +103,6 @@ def step_in_words(step: ops.Step) -> str:
         f"{src}->{dst}"
         for src, dst in zip(step.copy_src.tolist(), step.copy_dst.tolist(), strict=True)
     ]
-    return f"begins step {step.step_id}: {rows}" + (f"; copies {copies}" if copies else "")
+    swaps = [*_moves("swap in", step.swap_ins), *_moves("swap out", step.swap_outs)]
+    moved = (f"; copies {copies}" if copies else "") + "".join(f"; {swap}" for swap in swaps)
+    return f"begins step {step.step_id}: {rows}{moved}"

@@ -5,13 +5,19 @@ Every row reads all slots of its sequence back through the table it was given, s
 allocation, a stale table or a missed copy is an error at the step where it happens. The next
 token is a hash of the prefix, the seed and the sample index, so that every stream must equal its
 solo run.
+
+Blocks may be shared through a prefix cache, so a tag names tokens and never a sequence. A witness
+knows what tokens a sequence must have, and whose KV it may read: a block also has the name of whom
+it was computed for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -72,6 +78,10 @@ class PrefixTree:
             prefix = self.parents[prefix]
         return reversed_tokens[::-1]
 
+    def last_token(self, prefix: int) -> int:
+        """-1 for the empty prefix."""
+        return self._tokens[prefix]
+
     def next_token(self, prefix: int, seed: int, sample_index: int) -> int:
         """Depends on everything a real draw depends on; about one in VOCAB is the eos."""
         key = self._digests[prefix] + struct.pack("<QI", seed, sample_index)
@@ -114,12 +124,31 @@ class Letters:
         return ""
 
 
+class Witness(Protocol):
+    """Knows what the worker does not: every request, and who may read what."""
+
+    def path(self, request_id: str, candidate: int) -> Sequence[int]:
+        """The prefixes of the tokens a candidate must have, by length, as far as their KV may be
+        computed; the empty one first."""
+        ...
+
+    def domain(self, request_id: str) -> tuple[str, str]:
+        """Tenant and cache_salt: whom KV is computed for."""
+        ...
+
+    def may_read(self, request_id: str, block_id: int) -> bool:
+        """Whether the request was let to read a block that was computed for others."""
+        ...
+
+
 @dataclass
 class KnownSequence:
     """What the worker knows of a sequence: its mirror of the table, and how to draw."""
 
     table: list[int]
     table_version: int
+    request_id: str
+    candidate: int
     seed: int
     sample_index: int
     # Position and token of the last draw.
@@ -137,15 +166,20 @@ class _Row:
 
 @dataclass
 class TagWorker:
-    """KV slots by number hold the prefix (of `tree`) they were computed from."""
+    """KV slots by number hold the prefix (of `tree`) they were computed from; `domains`: by block,
+    whom its newest slot was computed for."""
 
     block_size: int
     tree: PrefixTree = field(default_factory=PrefixTree)
+    witness: Witness | None = None
     slots: dict[int, int] = field(default_factory=dict)
-    # The same of the host tier.
+    domains: dict[int, tuple[str, str]] = field(default_factory=dict)
+    # The same as `slots`, of the host tier.
     host_slots: dict[int, int] = field(default_factory=dict)
     known: dict[int, KnownSequence] = field(default_factory=dict)
     last_step_id: int = 0
+    # Those the newest step wrote to.
+    written_blocks: set[int] = field(default_factory=set)
     num_copies: int = 0
     num_swapped_in: int = 0
     num_swapped_out: int = 0
@@ -197,10 +231,16 @@ class TagWorker:
             f"{sources} -> {destinations} cannot be made in any order",
         )
         self.num_copies += len(sources)
+        for src, dst in zip(sources, destinations, strict=True):
+            if src in self.domains:
+                self.domains[dst] = self.domains[src]
         self._move(sources, self.slots, destinations, self.slots)
 
     def _swap_in(self, swaps: ops.BlockCopies) -> None:
         self.num_swapped_in += len(swaps.src)
+        for block_id in swaps.dst.tolist():
+            # Only the group that was swapped out has a way to it: whoever reads it first.
+            self.domains.pop(block_id, None)
         self._move(swaps.src.tolist(), self.host_slots, swaps.dst.tolist(), self.slots)
 
     def _swap_out(self, swaps: ops.BlockCopies) -> None:
@@ -229,7 +269,12 @@ class TagWorker:
             del self.known[sequence_id]
         for start in step.starts:
             self.known[start.sequence_id] = KnownSequence(
-                list(start.block_ids), start.table_version, start.params.seed, start.sample_index
+                list(start.block_ids),
+                start.table_version,
+                start.request_id,
+                start.sample_index - start.params.first_sample_index,
+                start.params.seed,
+                start.sample_index,
             )
         deltas = step.deltas
         copied = {*step.copy_dst.tolist(), *step.swap_ins.dst.tolist()}
@@ -258,7 +303,12 @@ class TagWorker:
             known.table[index : index + 1] = [block_id]
             known.table_version = version
             if block_id not in copied:
-                self._forget_block(block_id)
+                self.forget_block(block_id)
+
+    def forget_host_block(self, block_id: int) -> None:
+        """As `forget_block`, of the host tier."""
+        for offset in range(self.block_size):
+            self.host_slots.pop(block_id * self.block_size + offset, None)
 
     def _check_destinations(self, step: ops.Step) -> None:
         """A copy for nobody fills a block that may be given to somebody."""
@@ -267,8 +317,9 @@ class TagWorker:
             wanted.difference_update(known.table)
         expect(not wanted, "worker copies", f"copies into {sorted(wanted)}, which no table holds")
 
-    def _forget_block(self, block_id: int) -> None:
+    def forget_block(self, block_id: int) -> None:
         """What was in a block that is given out anew must not be read by accident."""
+        self.domains.pop(block_id, None)
         for offset in range(self.block_size):
             self.slots.pop(block_id * self.block_size + offset, None)
 
@@ -326,8 +377,9 @@ class TagWorker:
         for row in rows:
             if not row.num_computed:
                 for block_id in row.known.table:
-                    self._forget_block(block_id)
+                    self.forget_block(block_id)
         written: set[int] = set()
+        self.written_blocks = set()
         prefixes = [0] * len(rows)
         # A row may build on slots that a sibling's row writes in this very step, so prefixes
         # are resolved in the order in which they become known.
@@ -345,7 +397,18 @@ class TagWorker:
                 written.add(slot)
                 self.slots[slot] = prefix
             prefixes[i] = prefix
+            self._sign(row)
         return prefixes
+
+    def _sign(self, row: _Row) -> None:
+        """The blocks that a row has written to are its domain's."""
+        end = row.num_computed + len(row.tokens)
+        size = self.block_size
+        blocks = row.known.table[row.num_computed // size : -(-end // size)]
+        self.written_blocks.update(blocks)
+        if self.witness is not None:
+            domain = self.witness.domain(row.known.request_id)
+            self.domains.update(dict.fromkeys(blocks, domain))
 
     def _prefix_before(self, row: _Row) -> int:
         if not row.num_computed:
@@ -360,12 +423,33 @@ class TagWorker:
     def _read_back(self, rows: list[_Row], prefixes: list[int]) -> None:
         """Read every slot of every row through its table, as a layer does after its writes."""
         for row, end in zip(rows, prefixes, strict=True):
+            self._check_with_witness(row, end)
             prefix = end
             for position in range(self.tree.lengths[end] - 1, -1, -1):
                 tag = self.slots.get(self._slot(row.known, position))
                 if tag != prefix:
                     self._wrong_kv(row, position, tag)
                 prefix = self.tree.parents[prefix]
+
+    def _check_with_witness(self, row: _Row, end: int) -> None:
+        """Everything a row reads is of its own tokens, and was computed for its own domain, or is
+        public."""
+        witness, known = self.witness, row.known
+        if witness is None:
+            return
+        length = row.num_computed + len(row.tokens)
+        path = witness.path(known.request_id, known.candidate)
+        if length >= len(path) or path[length] != end:
+            self._wrong_kv(row, length - 1, end)
+        domain = witness.domain(known.request_id)
+        for block_id in known.table[: -(-length // self.block_size)]:
+            others = self.domains.setdefault(block_id, domain)
+            expect(
+                others == domain or witness.may_read(known.request_id, block_id),
+                "worker KV domains",
+                f"sequence {row.sequence_id} of {known.request_id}, {domain}, reads block"
+                f" {block_id}, computed for {others}",
+            )
 
     def _wrong_kv(self, row: _Row, position: int, tag: int | None) -> None:
         found = "nothing" if tag is None else f"the KV of {self.tree.tokens(tag)}"

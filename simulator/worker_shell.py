@@ -50,7 +50,9 @@ class WorkerShell(Process):
     def boot(self) -> None:
         self.boot_id = f"worker-{self.life}"
         self.geometry = self.world.knobs.geometry(self.life)
-        self.model = TagWorker(self.geometry.block_size, self.world.checks.tree)
+        checks = self.world.checks
+        self.model = TagWorker(self.geometry.block_size, checks.tree, checks.kv)
+        checks.kv.workers[self.boot_id] = self.model
         self.fencing = Fencing(self.boot_id)
         self.retained = deque(maxlen=self.world.knobs.max_inflight_steps)
         self._ready = False
@@ -77,6 +79,7 @@ class WorkerShell(Process):
             (EOS,),
             self.world.knobs.worker_max_num_batched_tokens,
             self.world.knobs.max_inflight_steps,
+            self.world.knobs.rates,
         )
 
     # ---- taking the worker over ----
@@ -202,6 +205,9 @@ class WorkerShell(Process):
         self.world.marks.hit("copied on write", self.model.num_copies - num_copies)
         tables = (self.model.known[i].table for i in step.sequence_ids.tolist())
         checkers.check_blocks_are_held(self._kvmem.memory, message.fence, step, tables)
+        checkers.check_published_blocks_stay(
+            self._kvmem.memory, message.fence, step.step_id, self.model.written_blocks
+        )
         self.fencing.end_step(step.step_id)
         self._retain(message, result)
         self.note(f"has executed step {step.step_id}: tokens {result.sampled_token_ids.tolist()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -10,7 +11,7 @@ from scheduler_svc.core.sequence import Request
 from simulator.clock import MS
 from simulator.knobs import Knobs
 from simulator.messages import Generate
-from simulator.worker import VOCAB
+from simulator.worker import VOCAB, solo_run
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Script:
     """
 
     message: Generate
+    # Of one that follows another: after that one's end.
     at_us: int
     leaves: str = ""  # "cancel", "abort" (by the unary call), "vanish" or "detach"
     leaves_after_messages: int | None = None
@@ -37,11 +39,21 @@ class Script:
     detach_ttl_ms: int = 0
     # Somebody else asks under the same id.
     has_twin: bool = False
+    # It goes on from the answer to this one, once that is there: its prompt begins with the
+    # `num_asked_tokens` of that one's, and with the answer.
+    follows: str = ""
+    num_asked_tokens: int = 0
 
     def request(self) -> Request:
         """As a scheduler will see it, less what only its shell cares about."""
         message = self.message
-        return Request(message.request_id, message.prompt_token_ids, message.params)
+        return Request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.params,
+            tenant=message.tenant,
+            cache_salt=message.cache_salt,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,9 @@ class Workload:
             _draw_script(draw, knobs, f"r{i}", draw.choice(bursts), habits)
             for i in range(draw.randint(8, 26) + (10 if theme.churn else 0))
         ]
+        if theme.cached:
+            scripts = [_draw_cached(draw, knobs, script, habits) for script in scripts]
+            scripts += _draw_turns(draw, knobs, scripts)
         if draw.random() < 0.2:
             which = draw.randrange(len(scripts))
             twin = scripts[which] = replace(scripts[which], has_twin=True)
@@ -95,6 +110,11 @@ class Habits:
         if knobs.theme.long_prompts:
             stems = tuple(_tokens(draw, 14) for _ in range(3))
             return Habits(stems, 6, draw.choice([0.0, 0.1]), (1, 2, 3, 4), 0)
+        if knobs.theme.cached:
+            longest = draw.choice([8, 12, 16])
+            stems = tuple(_tokens(draw, longest) for _ in range(2))
+            spread_us = draw.choice([5 * MS, 60 * MS, 200 * MS])
+            return Habits(stems, 8, draw.choice([0.0, 0.1]), (1, 1, 1, 2, 3), spread_us)
         # Several requests fit the pool, so that they get into each other's way as they grow.
         capacity = knobs.num_blocks * knobs.block_size
         longest = min(16, draw.choice([3, 5, capacity // 8, capacity // 4]))
@@ -134,7 +154,7 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     leaves = draw.choice(ways) if draw.random() < habits.impatience else ""
     by_messages = draw.random() < 0.5
     return Script(
-        Generate(name, prompt, params),
+        Generate(name, prompt, params, *draw.choice(knobs.domains)),
         burst_us + draw.randint(0, habits.spread_us),
         leaves,
         draw.randint(0, 5) if leaves and by_messages else None,
@@ -154,7 +174,7 @@ def _draw_churning(
         seed=draw.randint(0, 3), n=draw.choice([1, 2]), max_tokens=draw.randint(1, 8)
     )
     return Script(
-        Generate(name, prompt, params),
+        Generate(name, prompt, params, *draw.choice(knobs.domains)),
         burst_us + draw.randint(0, 20 * MS),
         "cancel",
         leaves_after_us=draw.choice([draw.randint(0, 3 * MS), draw.randint(3 * MS, 40 * MS)]),
@@ -165,3 +185,51 @@ def _draw_churning(
         attaches=draw.random() < 0.3,
         detach_ttl_ms=knobs.detach_ttl_ms,
     )
+
+
+# ---- prompts that begin alike ----
+
+
+def _draw_cached(draw: Random, knobs: Knobs, script: Script, habits: Habits) -> Script:
+    """With a prompt that begins with a stem, mostly; often whole blocks, so that it may be found
+    to its end."""
+    if draw.random() < 0.15:
+        return script
+    stem = draw.choice(habits.stems)
+    size = knobs.block_size
+    shared = draw.choice([len(stem), len(stem) // size * size, draw.randint(1, len(stem))])
+    own = draw.choice([0, 0, draw.randint(0, 2 * size), -shared % size])
+    prompt = (stem[:shared] + _tokens(draw, own))[: knobs.max_model_len - 1] or stem[:1]
+    return _with_prompt(knobs, script, prompt)
+
+
+def _with_prompt(knobs: Knobs, script: Script, prompt: tuple[int, ...]) -> Script:
+    message = script.message
+    room = knobs.max_model_len - len(prompt)
+    params = replace(message.params, max_tokens=min(message.params.max_tokens, room))
+    return replace(script, message=replace(message, prompt_token_ids=prompt, params=params))
+
+
+def _draw_turns(draw: Random, knobs: Knobs, scripts: Sequence[Script]) -> list[Script]:
+    """Conversations that go on: the next prompt is the last one, its answer and something new."""
+    turns: list[Script] = []
+    room = min(knobs.max_model_len, knobs.num_blocks * knobs.block_size // 2)
+    for script in scripts:
+        last = script
+        while draw.random() < 0.5:
+            answer = solo_run(last.request(), draw.randrange(last.message.params.n))
+            asked = last.message.prompt_token_ids
+            prompt = asked + answer + _tokens(draw, draw.randint(0, 3))
+            if len(prompt) + 2 > room:
+                break
+            name = f"{script.message.request_id}.{len(turns)}"
+            following = replace(
+                _with_prompt(knobs, script, prompt),
+                at_us=draw.choice([0, 5 * MS, 100 * MS]),
+                leaves="",
+                follows=last.message.request_id,
+                num_asked_tokens=len(asked),
+            )
+            last = replace(following, message=replace(following.message, request_id=name))
+            turns.append(last)
+    return turns

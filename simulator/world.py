@@ -19,6 +19,7 @@ from simulator.kvmem_shell import KvmemShell
 from simulator.marks import Marks
 from simulator.messages import Generate
 from simulator.network import Network
+from simulator.operator import Operator, draw_errands
 from simulator.process import Process, Surroundings
 from simulator.promises import Promise
 from simulator.scheduler_shell import SchedulerShell
@@ -64,7 +65,7 @@ class World:
         self.marks = Marks()
         network = Network(self.clock, draw, knobs.keepalive_us, self.history, self.marks)
         self.surroundings = world = Surroundings(
-            knobs, draw, network, self.history, self.marks, Checks()
+            knobs, draw, network, self.history, self.marks, Checks(self.marks)
         )
         self.kvmem = KvmemShell(world)
         self.worker = WorkerShell(world, self.kvmem)
@@ -73,6 +74,7 @@ class World:
             for i in range(knobs.num_schedulers)
         ]
         self.callers = Callers(world, self.schedulers, calm=plan.calm)
+        self.operator = Operator(world, self.kvmem, draw_errands(draw, knobs, workload))
         self._plan = plan
         self._workload = workload
         self.history.note("world", f"seed {seed}, theme {knobs.theme.name}: {knobs}")
@@ -104,6 +106,7 @@ class World:
     def _play(self) -> None:
         draw = self.surroundings.draw
         self.callers.start()
+        self.operator.start()
         for scheduler in self.schedulers:
             scheduler.start()
         for peer in (self.kvmem, self.worker):
@@ -164,7 +167,9 @@ class World:
     # ---- afterwards ----
 
     def _probe(self) -> None:
-        """The system serves again, and keeps nothing of what was."""
+        """The system serves again, and keeps nothing of what was but what is cached."""
+        self.operator.let_go_of_all()
+        self._run_until(lambda: self.operator.is_done, "pins end")
         params = SamplingParams(max_tokens=4, n=min(2, self.surroundings.knobs.max_num_seqs))
         for name, probe_params in (("probe", params), ("last", replace(params, n=1))):
             message = Generate(name, (1, 2, 3), probe_params)

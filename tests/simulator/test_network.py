@@ -40,7 +40,7 @@ class Lab:
         history, marks = History(self.clock, keep=False), Marks()
         self.network = Network(self.clock, draw, 500 * MS, history, marks)
         self.network.faults = faults
-        world = Surroundings(Knobs.draw(draw), draw, self.network, history, marks, Checks())
+        world = Surroundings(Knobs.draw(draw), draw, self.network, history, marks, Checks(marks))
         self.client, self.server = Server("client", world), Server("server", world)
         self.client.start()
         self.server.start()
