@@ -59,7 +59,9 @@ class CoreSide:
         self.gatekeeper = Gatekeeper(self.memory)
         session = self.gatekeeper.open_session("bench", 0)
         bare = b.Fence(session.session_id, session.epoch, "bench")
-        geometry = b.PoolGeometry(num_blocks, w.BLOCK_SIZE, w.MAX_MODEL_LEN)
+        geometry = b.PoolGeometry(
+            num_blocks, w.BLOCK_SIZE, w.MAX_MODEL_LEN, num_host_blocks=w.NUM_HOST_BLOCKS
+        )
         self.gatekeeper.attach_pool(bare, "worker", geometry, 0)
         self.fence = self.memory.ledger.fence()
         self.batch_seq = 0
@@ -93,7 +95,10 @@ class RpcSide:
         await self.call.write(pb.SessionRequest(open=pb.OpenSessionRequest(holder="bench")))
         fence = (await self.call.read()).opened.fence
         geometry = types_pb2.PoolGeometry(
-            num_blocks=num_blocks, block_size=w.BLOCK_SIZE, max_model_len=w.MAX_MODEL_LEN
+            num_blocks=num_blocks,
+            block_size=w.BLOCK_SIZE,
+            max_model_len=w.MAX_MODEL_LEN,
+            num_host_blocks=w.NUM_HOST_BLOCKS,
         )
         attach = pb.AttachPoolRequest(fence=fence, worker_boot_id="w", geometry=geometry)
         self.fence = (await self.stub.AttachPool(attach, timeout=READY_TIMEOUT_S)).fence
@@ -244,11 +249,22 @@ class SingleOps:
             await self._timed("free", lambda step, one=sequence_id: w.add_free(step, [one]))
         await self.side.apply(lambda step: w.add_confirm(step, name))
 
+    async def measure_swaps(self, name: str, prompt: w.Tokens) -> None:
+        """One request, swapped out and in again."""
+        result, _ = await self.side.apply(lambda step: w.add_arrive(step, name, prompt))
+        sequence_id = result.results[0].arrived.sequence_id
+        await self.side.apply(lambda step: w.add_admit(step, sequence_id, prompt.size))
+        await self._timed("swap_out", lambda step: w.add_swap_out(step, [sequence_id]))
+        await self._timed("swap_in", lambda step: w.add_swap_in(step, sequence_id, prompt.size))
+        await self.side.apply(lambda step: w.add_free(step, [sequence_id]))
+        await self.side.apply(lambda step: w.add_confirm(step, name))
+
 
 async def measure_single_ops(side: Side, prompts: Sequence[w.Tokens]) -> dict[str, w.Timings]:
-    """Every prompt twice: the second time its prefix is a hit."""
+    """Every prompt twice: the second time its prefix is a hit; and once more for swaps."""
     ops = SingleOps(side)
     for number, prompt in enumerate(prompts):
         await ops.measure(f"single {number}", prompt, expect_hit=False)
         await ops.measure(f"again {number}", prompt, expect_hit=True)
+        await ops.measure_swaps(f"swapped {number}", prompt)
     return ops.timings

@@ -19,6 +19,8 @@ from octavo.v1 import types_pb2
 BLOCK_SIZE = 16
 PROMPT_LEN = 64
 MAX_MODEL_LEN = 4096
+# Of the host tier: for a request that is swapped out, and those that steps under way still read.
+NUM_HOST_BLOCKS = 128
 VOCABULARY = 50_000
 WARMUP_STEPS = 64
 
@@ -101,6 +103,14 @@ def add_reserve(step: pb.StepOps, sequence_id: int, num_slots: int) -> None:
     reserve = step.ops.add().reserve
     reserve.sequence_ids = pack([sequence_id], U64)
     reserve.num_slots = pack([num_slots], I32)
+
+
+def add_swap_out(step: pb.StepOps, sequence_ids: Sequence[int]) -> None:
+    step.ops.add().swap_out.sequence_ids.extend(sequence_ids)
+
+
+def add_swap_in(step: pb.StepOps, sequence_id: int, num_slots: int) -> None:
+    step.ops.add().swap_in.members.add(sequence_id=sequence_id, num_slots=num_slots)
 
 
 def add_free(step: pb.StepOps, sequence_ids: Sequence[int]) -> None:

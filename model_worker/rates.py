@@ -6,7 +6,6 @@ in again, at that of copies between the tiers (Kwon et al. 2023, §4.5 and §7.3
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,12 @@ from model_worker.kv_tensors import KvTensors
 from model_worker.step import SequenceStart, StepInput
 
 # A prefill of the first size comes first: if it takes longer than this, no larger one is tried.
-PREFILL_SIZES = (32, 256)
+# A worker that comes back is waited for.
+PREFILL_SIZES = (32, 128)
 MAX_PREFILL_S = 0.25
-NUM_ROUNDS = 3
+# After one that is not counted, since memory that was never touched is slow; of these the best one
+# is, since others may be busy at that moment.
+NUM_ROUNDS = 2
 MAX_SWAPPED_BLOCKS = 16
 
 
@@ -48,8 +50,7 @@ def _prefill_tokens_per_s(forward: PagedForward, kv: KvTensors, limits: Limits) 
     for size in PREFILL_SIZES:
         num_tokens = min(size, most)
         prefill = partial(_prefill, forward, kv, limits, num_tokens)
-        _seconds(prefill, kv.device)  # warms up
-        seconds = _median_s(prefill, kv.device)
+        seconds = _best_s(prefill, kv.device)
         rate = num_tokens / seconds
         if num_tokens < size or seconds > MAX_PREFILL_S:
             break
@@ -83,12 +84,12 @@ def _swap_bytes_per_s(kv: KvTensors) -> float:
         kv.host.swap_out(blocks, blocks)
         kv.host.swap_in(blocks, blocks)
 
-    _seconds(out_and_in, kv.device)  # the memory is there from now on
-    return 2 * count * kv.bytes_per_block / _median_s(out_and_in, kv.device)
+    return 2 * count * kv.bytes_per_block / _best_s(out_and_in, kv.device)
 
 
-def _median_s(work: Callable[[], None], device: torch.device) -> float:
-    return statistics.median(_seconds(work, device) for _ in range(NUM_ROUNDS))
+def _best_s(work: Callable[[], None], device: torch.device) -> float:
+    _seconds(work, device)
+    return min(_seconds(work, device) for _ in range(NUM_ROUNDS))
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
