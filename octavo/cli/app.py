@@ -315,6 +315,33 @@ def model(
 
 
 @app.command()
+def top(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OCTAVO_KVMEM_ADDRESS",
+            help="Of the memory service: unix:/path or host:port.",
+            show_default="that of `octavo up`",
+        ),
+    ] = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="One frame, of two looks one interval apart.")
+    ] = False,
+    state_dir: StateFolder = None,
+) -> None:
+    """Watch the memory service: pool, cache, sequences, tenants, session. Ctrl-C leaves."""
+    from octavo.cli.inspecting import kvmem_address
+    from octavo.cli.top import show_once, watch
+
+    with told_plainly():
+        show = show_once if once else watch
+        show(kvmem_address(address, state_dir), out, interval_s)
+
+
+@app.command()
 def new_key(
     tenant: Annotated[str, typer.Argument(help="Whose key it is to be.")],
 ) -> None:

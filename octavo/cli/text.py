@@ -17,6 +17,11 @@ def printable(text: str) -> str:
     return "".join(_shown(character) for character in text)
 
 
+def one_line(text: str) -> str:
+    """`printable`, with line ends and tabs as symbols as well: for names somebody chose."""
+    return printable(text).replace("\n", "\N{SYMBOL FOR LINE FEED}").replace("\t", " ")
+
+
 def _shown(character: str) -> str:
     if character in _KEPT or unicodedata.category(character) not in ("Cc", "Cs"):
         return character
