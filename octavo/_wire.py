@@ -60,12 +60,17 @@ class UnaryCall(Generic[Reply]):
 
 
 def generate_request(
-    prompt: Prompt, params: types.SamplingParams | None, request_id: str, cache_salt: str = ""
+    prompt: Prompt,
+    params: types.SamplingParams | None,
+    request_id: str,
+    cache_salt: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgumentError for what the wire cannot carry."""
     request = inference_pb2.GenerateRequest()
     _set(request, "request_id", request_id)
     _set(request, "cache_salt", cache_salt)
+    _set(request, "priority", priority)
     if isinstance(prompt, str):
         _set(request, "prompt", prompt)
     else:
@@ -80,11 +85,13 @@ def chat_request(
     params: types.SamplingParams | None,
     request_id: str,
     cache_salt: str = "",
+    priority: int = 0,
 ) -> inference_pb2.ChatRequest:
     """Raises InvalidArgumentError for what the wire cannot carry."""
     request = inference_pb2.ChatRequest()
     _set(request, "request_id", request_id)
     _set(request, "cache_salt", cache_salt)
+    _set(request, "priority", priority)
     _add_messages(request.messages, messages)
     _set_params(request.params, params)
     return request

@@ -16,6 +16,9 @@ for `detach_ttl_s` and then aborts it.
 cache_salt separates what would be shared otherwise: the KV of a prompt's beginning is found again
 by requests of the same caller with the same salt (64 bytes at most), and by nobody else's.
 
+priority, -8 to 8, moves a request among those of the same caller: each step counts as having come
+32 requests earlier.
+
 Leaving a stream early, by `close()`, by the end of its `with` block or by dropping the last
 reference to it, aborts the request, and the server stops computing it.
 """
@@ -162,6 +165,7 @@ class Client(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
         with self.stream(
@@ -171,6 +175,7 @@ class Client(_Connection):
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
             cache_salt=cache_salt,
+            priority=priority,
         ) as chunks:
             return _drain(chunks)
 
@@ -183,10 +188,11 @@ class Client(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> ChunkStream:
         """Like `generate`, chunk by chunk."""
         request = _wire.generate_request(
-            prompt, params, request_id or _new_request_id(), cache_salt
+            prompt, params, request_id or _new_request_id(), cache_salt, priority
         )
         return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
@@ -199,6 +205,7 @@ class Client(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
         with self.stream_chat(
@@ -208,6 +215,7 @@ class Client(_Connection):
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
             cache_salt=cache_salt,
+            priority=priority,
         ) as chunks:
             return _drain(chunks)
 
@@ -220,9 +228,12 @@ class Client(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> ChunkStream:
         """Like `chat`, chunk by chunk."""
-        request = _wire.chat_request(messages, params, request_id or _new_request_id(), cache_salt)
+        request = _wire.chat_request(
+            messages, params, request_id or _new_request_id(), cache_salt, priority
+        )
         return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
@@ -293,6 +304,7 @@ class AsyncClient(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Generation:
         """Complete a text or a list of token ids, and return when every candidate has ended."""
         stream = self.stream(
@@ -302,6 +314,7 @@ class AsyncClient(_Connection):
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
             cache_salt=cache_salt,
+            priority=priority,
         )
         async with stream as chunks:
             return await _drain_async(chunks)
@@ -315,10 +328,11 @@ class AsyncClient(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncChunkStream:
         """Like `generate`, chunk by chunk."""
         request = _wire.generate_request(
-            prompt, params, request_id or _new_request_id(), cache_salt
+            prompt, params, request_id or _new_request_id(), cache_salt, priority
         )
         return self._begin(self._submission("Generate", request, params, timeout_s, detach_ttl_s))
 
@@ -331,6 +345,7 @@ class AsyncClient(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Generation:
         """Answer a conversation (or one user message, given as a string)."""
         stream = self.stream_chat(
@@ -340,6 +355,7 @@ class AsyncClient(_Connection):
             timeout_s=timeout_s,
             detach_ttl_s=detach_ttl_s,
             cache_salt=cache_salt,
+            priority=priority,
         )
         async with stream as chunks:
             return await _drain_async(chunks)
@@ -353,9 +369,12 @@ class AsyncClient(_Connection):
         timeout_s: float = GENERATE_TIMEOUT_S,
         detach_ttl_s: float = DETACH_TTL_S,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncChunkStream:
         """Like `chat`, chunk by chunk."""
-        request = _wire.chat_request(messages, params, request_id or _new_request_id(), cache_salt)
+        request = _wire.chat_request(
+            messages, params, request_id or _new_request_id(), cache_salt, priority
+        )
         return self._begin(self._submission("Chat", request, params, timeout_s, detach_ttl_s))
 
     async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:

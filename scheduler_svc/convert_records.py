@@ -10,7 +10,7 @@ from octavo.service.columns import I32, U64, unpack
 from octavo.v1 import inference_pb2, kvmem_pb2, types_pb2, worker_pb2
 from scheduler_svc.convert import params_message, params_of, step_result_of
 from scheduler_svc.core import events, ops
-from scheduler_svc.core.params import InvalidRequestError, SamplingParams
+from scheduler_svc.core.params import PRIORITY, InvalidRequestError, SamplingParams
 from scheduler_svc.core.sequence import Request
 from scheduler_svc.core.stopping import FinishReason
 
@@ -56,6 +56,10 @@ def request_of(
             "INVALID_PARAMETER",
             f"cache_salt has {num_salt_bytes} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed",
         )
+    if message.priority not in PRIORITY:
+        raise InvalidRequestError(
+            "INVALID_PARAMETER", f"priority is {message.priority}; it must be in {PRIORITY}"
+        )
     secret_digest = secret_digest_of(attachment.secret)
     detach_ttl_ms = attachment.detach_ttl_ms if secret_digest else 0
     spec = types_pb2.RequestSpec(
@@ -63,6 +67,7 @@ def request_of(
         attach_secret_digest=secret_digest,
         detach_ttl_ms=detach_ttl_ms,
         traceparent=traceparent,
+        priority=message.priority,
     )
     return Request(
         request_id,
@@ -70,6 +75,7 @@ def request_of(
         params,
         tenant=tenant,
         cache_salt=message.cache_salt,
+        priority=message.priority,
         spec=spec.SerializeToString(deterministic=True),
         digest=_content_digest(message),
         traceparent=traceparent,
@@ -148,6 +154,7 @@ def adopted_of(message: kvmem_pb2.AdoptedRequest) -> ops.AdoptedRequest:
         SamplingParams(**{**_fields_of(params), "max_tokens": max_tokens}),
         tenant=message.tenant,
         cache_salt=message.cache_salt,
+        priority=spec.priority,
         spec=message.request_spec,
         digest=message.request_digest,
         traceparent=spec.traceparent,

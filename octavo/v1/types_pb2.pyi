@@ -95,16 +95,18 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., first_sample_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("params", "attach_secret_digest", "detach_ttl_ms", "traceparent")
+    __slots__ = ("params", "attach_secret_digest", "detach_ttl_ms", "traceparent", "priority")
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     ATTACH_SECRET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DETACH_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     params: SamplingParams
     attach_secret_digest: bytes
     detach_ttl_ms: int
     traceparent: str
-    def __init__(self, params: _Optional[_Union[SamplingParams, _Mapping]] = ..., attach_secret_digest: _Optional[bytes] = ..., detach_ttl_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, params: _Optional[_Union[SamplingParams, _Mapping]] = ..., attach_secret_digest: _Optional[bytes] = ..., detach_ttl_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TableDeltas(_message.Message):
     __slots__ = ("sequence_ids", "table_indices", "block_ids", "table_versions")

@@ -20,7 +20,7 @@ from scheduler_svc.core.decoding import DecodingStrategy, ParallelSampling
 from scheduler_svc.core.delivery import Recipients
 from scheduler_svc.core.outbox import expect_ok
 from scheduler_svc.core.planner import Budget, Planner
-from scheduler_svc.core.policy import FirstComeFirstServed, Policy
+from scheduler_svc.core.policy import FairTurns, Policy
 from scheduler_svc.core.preemption import PreemptionMode
 from scheduler_svc.core.sequence import (
     ArrivingCandidate,
@@ -63,7 +63,7 @@ class Machine:
         self.config = config
         self.groups: dict[str, SequenceGroup] = {}
         self._make_text = make_text
-        policy, decoding = policy or FirstComeFirstServed(), decoding or ParallelSampling()
+        policy, decoding = policy or FairTurns(), decoding or ParallelSampling()
         self._strategies = Strategies(
             policy,
             decoding,

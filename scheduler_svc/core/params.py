@@ -54,6 +54,8 @@ RANGES: dict[str, Range] = {
     "min_tokens": Range(0, INT32_MAX, 0, "no stop id or stop string counts before"),
 }
 
+PRIORITY = Range(-8, 8, 0, "each step counts as having come 32 requests earlier")
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -211,12 +211,14 @@ class Planner:
         """Admit whom there is room for, and add their rows; the tokens they took."""
         tokens_left = num_tokens
         seats = budget.max_num_seqs - sum(group.num_seats for group in view.running)
+        if not view.waiting or tokens_left < 1 or seats < 1:
+            return 0
         free = view.num_free_blocks - self._growth(plan, view.block_size)
         num_running = len(plan.rows)
         under_way = PrefixesUnderWay(
             view.running if self._use_prefix_cache else (), view.block_size
         )
-        for group in self._policy.admission_order(view.waiting):
+        for group in self._policy.admission_order(view.waiting, view.running):
             is_swapped = group.status is GroupStatus.SWAPPED
             if group.request.tenant in view.held_back:
                 continue

@@ -32,6 +32,8 @@ class Request:
     detach_ttl_ms: int = 0
     # Cached prefixes are shared among requests of one tenant with the same salt only.
     cache_salt: str = ""
+    # Of one tenant's requests, those with more go first: see `scheduler_svc.core.policy`.
+    priority: int = 0
 
 
 @dataclass(frozen=True)

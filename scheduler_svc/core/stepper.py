@@ -250,9 +250,8 @@ class Stepper:
         elif waiting and not running and not self._levels.num_quarantined_blocks:
             # Nobody has anything that could come back and the first in line does not fit (beside
             # what is pinned, or in its tenant's quota): it never will.
-            self.end_group(
-                self._strategies.policy.admission_order(waiting)[0], FinishReason.KV_CAPACITY
-            )
+            first = next(self._strategies.policy.admission_order(waiting, running))
+            self.end_group(first, FinishReason.KV_CAPACITY)
             self._send_batch()
         elif self._levels.num_quarantined_blocks and self.outbox.news(self._acknowledged_step):
             self._send_batch()

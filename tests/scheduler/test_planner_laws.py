@@ -10,7 +10,7 @@ from scheduler_svc.core.decoding import ParallelSampling
 from scheduler_svc.core.machine import SchedulerConfig
 from scheduler_svc.core.params import SamplingParams
 from scheduler_svc.core.planner import Budget, Planner, StepPlan, View
-from scheduler_svc.core.policy import FirstComeFirstServed
+from scheduler_svc.core.policy import FairTurns
 from scheduler_svc.core.sequence import GroupStatus, Request, Sequence, SequenceGroup
 from scheduler_svc.core.stopping import StopChecker
 from simulator.worker import Letters
@@ -58,9 +58,7 @@ def views(draw: st.DrawFn) -> tuple[View, Budget]:
 
 
 def plan_of(view: View, budget: Budget) -> StepPlan:
-    planner = Planner(
-        FirstComeFirstServed(), ParallelSampling(), watermark=0.01, use_prefix_cache=True
-    )
+    planner = Planner(FairTurns(), ParallelSampling(), watermark=0.01, use_prefix_cache=True)
     return planner.plan(view, budget)
 
 

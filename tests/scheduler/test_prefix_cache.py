@@ -3,6 +3,8 @@ somebody else is computing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvmem_svc.core.tenants import Quota
@@ -77,7 +79,7 @@ def test_those_with_another_prompt_do_not_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"cache_salt": "s"}])
-def test_b22_strangers_neither_wait_for_each_other_nor_share(other: dict[str, str]) -> None:
+def test_b22_strangers_neither_wait_for_each_other_nor_share(other: dict[str, Any]) -> None:
     world = World(num_blocks=100, config=SMALL_STEPS)
     for name, domain in (("one", {}), ("two", other)):
         world.arrive(name, prompt(24), max_tokens=2, ignore_eos=True, **domain)
@@ -138,7 +140,8 @@ def test_what_never_fits_a_quota_ends_and_says_so() -> None:
     whole = world.arrive("whole", prompt(20), tenant="a", max_tokens=2, ignore_eos=True)
     fits = world.arrive("fits", prompt(8, 5), tenant="a", max_tokens=2, ignore_eos=True)
     world.run()
-    assert grows.finish == whole.finish == {0: FinishReason.KV_CAPACITY}
+    assert whole.rejected == "TENANT_QUOTA"
+    assert grows.finish == {0: FinishReason.KV_CAPACITY}
     assert len(grows.tokens[0]) == 12 - 8 + 1
     world.assert_right(fits)
     world.assert_empty()

@@ -187,10 +187,18 @@ class World:
         *,
         tenant: str = "default",
         cache_salt: str = "",
+        priority: int = 0,
         **params: object,
     ) -> Caller:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        request = Request(request_id, tuple(prompt), sampling, tenant, cache_salt=cache_salt)
+        request = Request(
+            request_id,
+            tuple(prompt),
+            sampling,
+            tenant,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
         caller = self.callers[request_id] = Caller(request)
         self._handle(events.RequestArrived(request))
         return caller

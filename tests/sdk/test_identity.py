@@ -59,6 +59,16 @@ def test_the_salt_goes_with_the_request_also_when_it_comes_back(
     assert peer.calls[-1].request.cache_salt == ""
 
 
+def test_the_priority_goes_with_the_request(client: Any, peer: ScriptedPeer) -> None:
+    peer.script = WHOLE
+    client.generate("p", priority=3)
+    client.chat("p", priority=-2)
+    client.generate("p")
+    assert [call.request.priority for call in peer.calls] == [3, -2, 0]
+    with pytest.raises(octavo.InvalidArgumentError, match="priority"):
+        client.generate("p", priority=2**40)
+
+
 def test_what_was_cached_is_part_of_the_answer(client: Any, peer: ScriptedPeer) -> None:
     first = delta(0, "a", 1)
     first.num_cached_tokens = 0

@@ -43,7 +43,7 @@ PUBLIC_NAMES = [
 
 
 CONSTRUCTOR = ["address", "tracer", "connect_timeout_s", "api_key"]
-REQUEST_OPTIONS = ["params", "request_id", "timeout_s", "detach_ttl_s", "cache_salt"]
+REQUEST_OPTIONS = ["params", "request_id", "timeout_s", "detach_ttl_s", "cache_salt", "priority"]
 METHODS = {
     "generate": ["prompt", *REQUEST_OPTIONS],
     "stream": ["prompt", *REQUEST_OPTIONS],
