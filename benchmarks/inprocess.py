@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -112,6 +113,10 @@ def step_input(step: ops.Step) -> worker_step.StepInput:
         num_samples=step.num_samples,
         copy_src_block_ids=step.copy_src,
         copy_dst_block_ids=step.copy_dst,
+        swap_in_host_block_ids=step.swap_ins.src,
+        swap_in_block_ids=step.swap_ins.dst,
+        swap_out_block_ids=step.swap_outs.src,
+        swap_out_host_block_ids=step.swap_outs.dst,
         starts=tuple(map(_worker_start, step.starts)),
         deltas=worker_step.TableDeltas(
             step.deltas.sequence_ids,
@@ -120,6 +125,7 @@ def step_input(step: ops.Step) -> worker_step.StepInput:
             step.deltas.table_versions,
         ),
         dropped_sequence_ids=step.dropped_sequence_ids,
+        ready_ns=time.perf_counter_ns(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ def step_from_pb(request: worker_pb2.ExecuteRequest) -> StepInput:
             deltas=_deltas_from_pb(request.deltas),
             dropped_sequence_ids=unpack(request.dropped_sequence_ids, U64, "dropped_sequence_ids"),
             traceparent=request.traceparent,
+            ready_ns=time.perf_counter_ns(),
         )
     except ColumnError as error:
         raise StepError("INVALID_BATCH", str(error)) from error

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from model_worker.attention import AttentionBatch
 from model_worker.errors import StepError
-from model_worker.step import I32, Sampling, SequenceStart, StepInput, TableDeltas
+from model_worker.step import I32, U64, Sampling, SequenceStart, StepInput, TableDeltas
 
 # As an input token: the one drawn last for the sequence.
 DRAWN_LAST = -1
@@ -75,6 +75,10 @@ class InputBatch:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def knows_any(self, sequence_ids: U64) -> bool:
+        """Whether one of these sequences is known from an earlier step."""
+        return any(sequence_id in self._sequences for sequence_id in sequence_ids.tolist())
 
     def clear(self) -> None:
         """Forget every sequence: a new session starts from full tables."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from model_worker import sampler
 from model_worker.forward import PagedForward
+from model_worker.gaps import Gaps
 from model_worker.input_batch import FlatBatch, InputBatch
 from model_worker.kv_tensors import KvTensors
 from model_worker.loader import LoadedModel
@@ -34,7 +35,7 @@ class ModelRunner:
         self.input_batch = input_batch
         self.rates = rates or Rates()
         self._forward = forward
-        self._ended_ns: int | None = None
+        self._gaps = Gaps()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Carry out `step`: tables, swap-ins, copies, swap-outs, forward, draws.
@@ -42,6 +43,11 @@ class ModelRunner:
         Raises StepError, having changed nothing, when the step contradicts the contract.
         """
         started, started_unix_ns = time.perf_counter_ns(), time.time_ns()
+        gap = self._gaps.begin(
+            started if step.ready_ns is None else step.ready_ns,
+            started,
+            goes_on=self.input_batch.knows_any(step.sequence_ids),
+        )
         batch = self.input_batch.apply(step)
         copying = time.perf_counter_ns()
         self._move_blocks(step)
@@ -51,15 +57,15 @@ class ModelRunner:
         token_ids, logprobs = self._sample(batch, logits)
         self.input_batch.remember_draws(step, token_ids)
         ended = time.perf_counter_ns()
-        idle_ns = 0 if self._ended_ns is None else started - self._ended_ns
-        self._ended_ns = ended
+        self._gaps.end(ended)
         return StepOutput(
             step_id=step.step_id,
             started_unix_ns=started_unix_ns,
             sampled_token_ids=token_ids,
             logprobs=logprobs,
             timings=StepTimings(
-                idle_us=idle_ns // 1000,
+                gap_us=gap.gap_ns // 1000,
+                idle_us=gap.idle_ns // 1000,
                 prepare_us=(prepared - started) // 1000,
                 copy_us=(prepared - copying) // 1000,
                 forward_us=(forwarded - prepared) // 1000,

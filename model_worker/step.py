@@ -96,16 +96,21 @@ class StepInput:
     deltas: TableDeltas = field(default_factory=TableDeltas)
     dropped_sequence_ids: U64 = field(default_factory=no_u64)
     traceparent: str = ""
+    # When it stood ready for the model, as time.perf_counter_ns(); None: as it begins.
+    ready_ns: int | None = None
 
 
 @dataclass(frozen=True)
 class StepTimings:
     """Where the time went, in microseconds.
 
-    idle_us: since the end of the previous step. prepare_us: tables, copies and swaps, of which
-    copy_us went into copies and swaps.
+    gap_us: from the end of the previous step to the beginning of this one, while there was work.
+    idle_us: of that, what was spent with nothing to do, before this step stood ready; see
+    `model_worker.gaps`. prepare_us: tables, copies and swaps, of which copy_us went into copies and
+    swaps.
     """
 
+    gap_us: int
     idle_us: int
     prepare_us: int
     copy_us: int

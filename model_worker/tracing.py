@@ -24,6 +24,7 @@ def record_step(telemetry: Telemetry, step: StepInput, output: StepOutput) -> No
                 "step_id": step.step_id,
                 "num_sequences": int(step.sequence_ids.size),
                 "num_tokens": int(step.input_token_ids.size),
+                "gap_us": timings.gap_us,
                 "idle_us": timings.idle_us,
                 "forward_us": timings.forward_us,
                 "sample_us": timings.sample_us,

@@ -7,7 +7,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,25 @@ from tests.worker.tiny import load_tiny, make_runner
 DEADLINE_S = 20
 
 
+class ModelThread(ThreadPoolExecutor):
+    """One thread, and how often it was given something to do."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self.num_submitted = 0
+
+    def submit(self, *args: Any, **keywords: Any) -> Future[Any]:
+        self.num_submitted += 1
+        return super().submit(*args, **keywords)
+
+
 class Stage:
     """A servicer on a socket, and a gate in front of its runner."""
 
-    def __init__(self, servicer: WorkerServicer, host: ServiceHost, channel: Any) -> None:
-        self.servicer, self.host = servicer, host
+    def __init__(
+        self, servicer: WorkerServicer, host: ServiceHost, channel: Any, thread: ModelThread
+    ) -> None:
+        self.servicer, self.host, self.thread = servicer, host, thread
         self.stub: Any = worker_pb2_grpc.ModelWorkerStub(channel)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.gate = threading.Event()
@@ -68,6 +82,11 @@ class Stage:
         self.gate.clear()
         self.began.clear()
 
+    async def until_submitted(self, count: int) -> None:
+        """Wait until the model thread has been given `count` steps, carried out or not."""
+        while self.thread.num_submitted < count:
+            await asyncio.sleep(0.01)
+
     async def until_epoch(self, epoch: int) -> None:
         """Wait until the servicer has installed `epoch`."""
         while (newest := self.servicer.fencing.newest) is None or newest.epoch != epoch:
@@ -86,14 +105,14 @@ def run_on_stage(model_folder: Path, act: Callable[[Stage], Awaitable[None]]) ->
 async def _main(model_folder: Path, act: Callable[[Stage], Awaitable[None]]) -> None:
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         address = f"unix:{folder}/w.sock"
-        thread = ThreadPoolExecutor(max_workers=1)
+        thread = ModelThread()
         servicer = WorkerServicer("boot", thread, telemetry.disabled())
         host = ServiceHost("worker", address, [SERVICE_NAME])
         worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, host.server)
         await host.start()
         try:
             async with grpc.aio.insecure_channel(address) as channel:
-                stage = Stage(servicer, host, channel)
+                stage = Stage(servicer, host, channel, thread)
                 runner = make_runner(load_tiny(model_folder))
                 runner.execute = stage.gated(runner.execute)
                 servicer.set_runner(runner)

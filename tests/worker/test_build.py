@@ -93,4 +93,5 @@ def test_timings_add_up_and_idle_time_is_that_between_steps(options):
     assert first.copy_us <= first.prepare_us
     apart_us = (outputs[1].started_unix_ns - outputs[0].started_unix_ns) // 1000
     busy_us = first.prepare_us + first.forward_us + first.sample_us
-    assert abs(apart_us - busy_us - second.idle_us) < 1000
+    assert abs(apart_us - busy_us - second.gap_us) < 1000
+    assert second.idle_us == second.gap_us

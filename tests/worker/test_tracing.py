@@ -19,7 +19,9 @@ REQUEST = "00-33333333333333333333333333333333-4444444444444444-01"
 def recorded(step: StepInput) -> dict[str, ReadableSpan]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    timings = StepTimings(idle_us=7, prepare_us=10, copy_us=4, forward_us=200, sample_us=30)
+    timings = StepTimings(
+        gap_us=9, idle_us=7, prepare_us=10, copy_us=4, forward_us=200, sample_us=30
+    )
     empty = np.empty(0, np.int32)
     output = StepOutput(step.step_id, 1_000_000, empty, np.empty(0, np.float32), timings)
     record_step(Telemetry(provider.get_tracer("t"), enabled=True), step, output)
@@ -77,6 +79,7 @@ def test_a_step_and_its_parts():
         "step_id": 5,
         "num_sequences": 2,
         "num_tokens": 7,
+        "gap_us": 9,
         "idle_us": 7,
         "forward_us": 200,
         "sample_us": 30,
