@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,36 +55,38 @@ def test_a_deadline_that_passes_in_the_queue(narrow: Stack) -> None:
 
 
 def test_an_urgent_request_overtakes(narrow: Stack) -> None:
-    """Nobody waits for its end, so what has begun is seen in the order of first tokens."""
+    """Both arrive while the worker is in the middle of the step that the first one runs in."""
 
-    async def first_tokens(address: str) -> list[str]:
+    async def first_tokens() -> list[str]:
         order: list[str] = []
-        async with AsyncClient(address) as client:
+        async with AsyncClient(narrow.address) as client:
 
-            async def ask(name: str, salt: int, priority: int) -> None:
-                params = LONG if name == "first" else SHORT
+            async def ask(name: str, salt: int, priority: int = 0) -> None:
                 stream = client.stream(
-                    token_prompt(8, salt=salt), params, request_id=name, priority=priority
+                    token_prompt(8, salt=salt), greedy(50), request_id=name, priority=priority
                 )
                 async with stream as chunks:
                     async for _ in chunks:
                         if name not in order:
                             order.append(name)
 
-            first = asyncio.create_task(ask("first", 1, 0))
-            while not order:
-                await asyncio.sleep(0.01)
-            others = [asyncio.create_task(ask("usual", 2, 0))]
-            while len(await client.list_requests()) < 2:
-                await asyncio.sleep(0.01)
-            others.append(asyncio.create_task(ask("urgent", 3, 1)))
-            while len(await client.list_requests()) < 3:
-                await asyncio.sleep(0.01)
-            assert order == ["first"]
-            await asyncio.gather(first, *others)
+            async def begin(name: str, salt: int, priority: int = 0) -> None:
+                tasks.append(asyncio.create_task(ask(name, salt, priority)))
+                while len(await client.list_requests()) < len(tasks):
+                    await asyncio.sleep(0.01)
+
+            tasks: list[asyncio.Task[None]] = []
+            narrow.processes["worker"].send_signal(signal.SIGSTOP)
+            try:
+                await begin("first", 1)
+                await begin("usual", 2)
+                await begin("urgent", 3, priority=1)
+            finally:
+                narrow.processes["worker"].send_signal(signal.SIGCONT)
+            await asyncio.gather(*tasks)
         return order
 
-    assert asyncio.run(first_tokens(narrow.address)) == ["first", "urgent", "usual"]
+    assert asyncio.run(first_tokens()) == ["first", "urgent", "usual"]
     with narrow.client() as client, pytest.raises(OctavoError, match=r"priority is 9.*-8.*8"):
         client.generate(token_prompt(4), SHORT, priority=9)
 
