@@ -23,22 +23,17 @@ from kvmem_svc.core.errors import KvMemoryError
 from kvmem_svc.core.gatekeeper import Gatekeeper
 from kvmem_svc.core.limits import MAX_OPS_PER_BATCH
 from kvmem_svc.core.mutations import Mutation, Reply, Session
-from kvmem_svc.core.views import sequence_summaries, sequence_views
 from kvmem_svc.ports import Journal, NullJournal
+from kvmem_svc.read_servicer import MAX_VIEWED_SEQUENCES, ReadServicer, service_error
 from kvmem_svc.traces import BatchTrace, BatchTracer
 from kvmem_svc.watchers import Watchers
 from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry
 from octavo.v1 import kvmem_pb2 as pb
-from octavo.v1 import kvmem_pb2_grpc
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
-DEFAULT_VIEWED_SEQUENCES = 1024
-MAX_VIEWED_SEQUENCES = 65_536
-DEFAULT_PAGE_SIZE = 1024
-MAX_PAGE_SIZE = 4096
 
 # How often time is looked at: well below what one look may add to it.
 TICK_S = 0.1
@@ -54,7 +49,7 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
+class KvMemoryServicer(ReadServicer):
     """`on_bug` is called once with what broke; the process is then to end.
 
     `on_serving` is told whether mutations can be acknowledged, whenever that changes.
@@ -70,18 +65,14 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         on_serving: Callable[[bool], Awaitable[None]] | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
-        self._gatekeeper = gatekeeper
-        self._memory = gatekeeper.memory
+        super().__init__(gatekeeper, journal or NullJournal())
         self._tracer = BatchTracer(telemetry, gatekeeper.memory)
         self._on_bug = on_bug
-        self._journal: Journal = journal or NullJournal()
         if journal is not None:
             gatekeeper.on_mutation = self._record
         self._on_serving = on_serving
         self._now_ms = now_ms
         self._watchers = Watchers()
-        # Since this process started.
-        self._num_recorded_tokens = 0
         self._draining = False
         self._is_serving = True
         # The handler of the stream that holds the session, and why it was cancelled by us.
@@ -172,7 +163,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             task.uncancel()
             await abort(context, error)
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
         finally:
             self._ended_by_us.pop(task, None)
             if session is not None and self._stream is task:
@@ -265,13 +256,13 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._open(request)
             return self._opened()
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
 
     async def Apply(self, request: pb.Batch, context: grpc.aio.ServicerContext) -> pb.BatchResult:
         try:
             return self._apply(request)
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: grpc.aio.ServicerContext
@@ -284,7 +275,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             log.info("session closed", session_id=request.fence.session_id)
             self._check_journalled()
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
         return pb.CloseSessionReply()
 
     async def AttachPool(
@@ -293,7 +284,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         try:
             return self._attach_pool(request)
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
 
     def _attach_pool(self, request: pb.AttachPoolRequest) -> pb.AttachPoolReply:
         self._check_accepting()
@@ -336,7 +327,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
                 self._memory.ledger.check_mutation(fence)  # while it streams, another may open
                 await context.write(convert.adopted_to_pb(one))
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
 
     # --- batches -----------------------------------------------------------------------
 
@@ -351,7 +342,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
         result = self._guarded(lambda: self._gatekeeper.apply(batch, now_ms))
         reply = self._result_to_pb(result)
         if memory.num_batches != num_batches:  # else sent again: told already
-            self._num_recorded_tokens += _num_recorded_tokens(batch, result)
+            self.num_recorded_tokens += _num_recorded_tokens(batch, result)
             if trace is not None:
                 self._tracer.end(trace, result)
             if self._watchers:
@@ -381,70 +372,6 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._on_bug(bug)
             raise ServiceError("INTERNAL", f"the memory service broke: {bug}") from bug
 
-    # --- reading -----------------------------------------------------------------------
-
-    async def GetBlockTables(
-        self, request: pb.GetBlockTablesRequest, context: grpc.aio.ServicerContext
-    ) -> pb.GetBlockTablesReply:
-        try:
-            return self._block_tables(
-                list(request.sequence_ids),
-                request.request_id,
-                min(request.max_sequences or DEFAULT_VIEWED_SEQUENCES, MAX_VIEWED_SEQUENCES),
-            )
-        except KvMemoryError as error:
-            await abort(context, _service_error(error))
-
-    def _block_tables(
-        self, sequence_ids: list[int], request_id: str, max_sequences: int
-    ) -> pb.GetBlockTablesReply:
-        if self._memory.manager is None:
-            return pb.GetBlockTablesReply()
-        views, truncated = sequence_views(
-            self._memory.manager, sequence_ids, request_id, max_sequences
-        )
-        return pb.GetBlockTablesReply(sequences=map(convert.view_to_pb, views), truncated=truncated)
-
-    async def ListSequences(
-        self, request: pb.ListSequencesRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListSequencesReply:
-        if request.page_size > MAX_PAGE_SIZE:
-            message = f"page_size is {request.page_size}; it must be in [1, {MAX_PAGE_SIZE}], or 0"
-            await abort(context, ServiceError("INVALID_PARAMETER", message))
-        if self._memory.manager is None:
-            return pb.ListSequencesReply()
-        summaries, truncated = sequence_summaries(
-            self._memory.manager,
-            request.after_sequence_id,
-            request.page_size or DEFAULT_PAGE_SIZE,
-        )
-        return pb.ListSequencesReply(
-            sequences=map(convert.summary_to_pb, summaries), truncated=truncated
-        )
-
-    async def GetPoolStats(
-        self,
-        request: pb.GetPoolStatsRequest,
-        context: grpc.aio.ServicerContext,
-    ) -> pb.PoolStats:
-        stats = convert.stats_to_pb(self._memory.stats(), self._memory.ledger)
-        stats.mutations_open = self._gatekeeper.mutations_open
-        stats.orphaned_ms = self._gatekeeper.leases.orphaned_ms
-        stats.last_step_id = self._memory.last_step_id
-        stats.num_recorded_tokens = self._num_recorded_tokens
-        stats.journal_healthy = self._journal.healthy
-        stats.prefix_cache_enabled = self._memory.configuration.use_prefix_cache
-        return stats
-
-    async def MatchPrefix(
-        self, request: pb.MatchPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> pb.MatchPrefixReply:
-        try:
-            num_tokens = self._memory.num_cached_tokens(*convert.prefix_from_pb(request))
-            return pb.MatchPrefixReply(num_cached_tokens=num_tokens)
-        except KvMemoryError as error:
-            await abort(context, _service_error(error))
-
     # --- pins --------------------------------------------------------------------------
 
     async def Pin(self, request: pb.PinRequest, context: grpc.aio.ServicerContext) -> pb.PinReply:
@@ -455,7 +382,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._check_journalled()
             return pb.PinReply(pin_id=pinned.pin_id, num_pinned_tokens=pinned.num_pinned_tokens)
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
 
     async def Unpin(
         self, request: pb.UnpinRequest, context: grpc.aio.ServicerContext
@@ -466,7 +393,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._guarded(lambda: self._gatekeeper.unpin(fence, request.pin_id, self._now_ms()))
             self._check_journalled()
         except (KvMemoryError, ServiceError) as error:
-            await abort(context, _service_error(error))
+            await abort(context, service_error(error))
         return pb.UnpinReply()
 
     async def WatchEvents(
@@ -489,7 +416,7 @@ class KvMemoryServicer(kvmem_pb2_grpc.KvMemoryServicer):
             self._watchers.remove(watcher)
 
     def _snapshot(self) -> pb.WatchEvent:
-        return pb.WatchEvent(snapshot=self._block_tables([], "", MAX_VIEWED_SEQUENCES))
+        return pb.WatchEvent(snapshot=self.block_tables([], "", MAX_VIEWED_SEQUENCES))
 
     def _publish_snapshot(self) -> None:
         """Everything may have changed: watchers start over from a new snapshot."""
@@ -504,9 +431,3 @@ def _num_recorded_tokens(batch: b.Batch, result: b.BatchResult) -> int:
         for op, op_result in zip(batch.ops, result.results, strict=True)
         if isinstance(op, b.Commit | b.Append | b.Fork) and op_result.status is b.OpStatus.OK
     )
-
-
-def _service_error(error: KvMemoryError | ServiceError) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
-    return ServiceError(error.reason, error.message, error.retry_after_ms, error.metadata)
