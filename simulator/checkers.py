@@ -218,6 +218,26 @@ def check_victims(batch: ops.Batch) -> None:
     )
 
 
+def check_computed_once(step: ops.Step, groups: Iterable[SequenceGroup], block_size: int) -> None:
+    """No two prompts that begin alike are begun in one step: the later one waits, and finds what
+    the first has computed."""
+    rows = zip(step.sequence_ids.tolist(), step.num_computed_tokens.tolist(), strict=True)
+    begun = {sequence_id for sequence_id, num_computed in rows if not num_computed}
+    leaders: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    for group in groups if len(begun) > 1 else ():
+        request = group.request
+        beginning = request.prompt_token_ids[:block_size]
+        mine = not begun.isdisjoint(sequence.sequence_id for sequence in group.live)
+        if mine and len(beginning) == block_size:
+            key = request.tenant, request.cache_salt, beginning
+            leader = leaders.setdefault(key, request.request_id)
+            expect(
+                leader == request.request_id,
+                "one prompt is computed once",
+                f"step {step.step_id} begins both {leader} and {request.request_id}",
+            )
+
+
 class CopyCheck:
     """Over all batches that prepare one step, its copies may be made in any order, and nobody
     is given a block which one of them, or a swap, reads or fills."""

@@ -54,6 +54,10 @@ class Knobs:
     # What schedulers ask for, and what the memory service is started with.
     use_prefix_cache: bool
     configuration: Configure
+    # In its later lives it may be started with the cache switched the other way.
+    switches_cache: bool
+    # Schedulers after the first do not use it.
+    is_mixed: bool
     # Tenant and cache_salt: whom requests may be of.
     domains: tuple[tuple[str, str], ...]
 
@@ -98,8 +102,17 @@ class Knobs:
             rates=TierRates(1000.0, draw.choice([0.0, 1e5, 1e6]), KV_BYTES_PER_BLOCK),
             use_prefix_cache=theme.cached or draw.random() < 0.4,
             configuration=Configure(draw.random() < 0.95, _draw_quota(draw, num_blocks)),
+            switches_cache=draw.random() < 0.15,
+            is_mixed=draw.random() < 0.15,
             domains=draw.choice(DOMAINS),
         )
+
+    def configuration_of(self, kvmem_life: int) -> Configure:
+        """What the memory service is started with, 1 being the first time."""
+        first = self.configuration
+        if not self.switches_cache or kvmem_life % 2:
+            return first
+        return Configure(not first.use_prefix_cache, first.quota)
 
     def geometry(self, worker_life: int) -> PoolGeometry:
         """The pool of the worker's `worker_life`-th life, 1 being the first."""

@@ -119,6 +119,9 @@ class KvWitness:
                     self._on_pin_ended(pin, now_ms)
             case mutations.ConfirmPool(), mutations.PoolConfirmed(is_new_pool=True):
                 self._pins.clear()
+            case mutations.Configure(use_prefix_cache=False), _:
+                self._pins.clear()
+                self._marks.hit("cache switched off", manager is not None)
         self._look_at(memory)
         if isinstance(mutation, mutations.ApplyBatch) and isinstance(reply, kv.BatchResult):
             assert manager is not None

@@ -82,7 +82,7 @@ class KvmemShell(Process):
         self.note(f"starts as {memory.ledger.kvmem_boot_id}, recovered: {self._recovered}")
         checkers.check_memory(memory)
         self.world.checks.kv.on_started(memory)
-        self.gatekeeper.configure(knobs.configuration)
+        self.gatekeeper.configure(knobs.configuration_of(self.life))
         self.after(TICK_US, self._tick)
 
     @property
@@ -225,6 +225,9 @@ class KvmemShell(Process):
             for moment in moments_of(batch, result):
                 self.network.count(moment)
         end.send(result)
+        if self.world.draw.random() < 0.5:
+            # When there is time before the next mutation, which does it otherwise.
+            memory.settle()
 
     def _beat(self, end: End) -> None:
         session = self._session()

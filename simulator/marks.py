@@ -26,6 +26,7 @@ MARKS: Mapping[str, str] = {
     "resumed from the cache": "a preempted request found what it had computed before",
     "another's prefix not found": "the same prompt was cached for another tenant or salt only",
     "evicted": "cached blocks were given to others",
+    "cache switched off": "the memory service was started again without a cache, and had one",
     "prefix pinned": "an operator held a cached prefix",
     "hit on a pinned prefix": "a request found what its own tenant had pinned",
     "hit on a public pin": "a request found what was computed for another tenant",

@@ -445,6 +445,10 @@ MUTANTS = (
         ),
     ),
     _mutant(
+        "one prompt is computed twice in a step",
+        (PLANNER, "if under_way.will_serve(group) and not is_swapped:", "if False:"),
+    ),
+    _mutant(
         "a step with nothing but swaps is not executed",
         (STEPPER, "if rows or step.swap_ins or step.swap_outs:", "if rows:"),
     ),

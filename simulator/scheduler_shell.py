@@ -14,7 +14,7 @@ from scheduler_svc.core.machine import Machine, SchedulerConfig
 from scheduler_svc.core.params import InvalidRequestError, ModelLimits, resolve
 from scheduler_svc.core.preemption import PreemptionMode
 from scheduler_svc.core.sequence import GroupStatus, Request
-from simulator.checkers import check_victims
+from simulator.checkers import check_computed_once, check_victims
 from simulator.clock import MS, SECOND
 from simulator.kvmem_link import KvmemLink
 from simulator.mailboxes import Mailbox, Mailboxes
@@ -74,7 +74,8 @@ class SchedulerShell(Process):
             knobs.max_num_seqs,
             knobs.max_waiting,
             knobs.watermark,
-            use_prefix_cache=knobs.use_prefix_cache,
+            use_prefix_cache=knobs.use_prefix_cache
+            and not (knobs.is_mixed and name != "scheduler-0"),
             preemption=knobs.preemption,
         )
 
@@ -405,6 +406,9 @@ class SchedulerShell(Process):
         num_rows = len(step.sequence_ids)
         expect(num_rows <= most, "sequences in a step", f"{num_rows} in step {step.step_id}")
         count_step(self.world.marks, step, self.machine.groups.values())
+        if self.machine.config.use_prefix_cache and not self.world.knobs.is_mixed:
+            block_size = self.worker_info.geometry.block_size if self.worker_info else 1
+            check_computed_once(step, self.machine.groups.values(), block_size)
         if len(step.copy_src) < self._num_copies_planned:
             self.world.marks.hit("copy of a preempted group dropped")
         self._num_copies_planned = 0

@@ -211,7 +211,7 @@ THEMES = (
     # Nobody holds the session for so long that the memory service expires what it has.
     Theme(
         "orphans",
-        2,
+        4,
         loses_messages=False,
         recipes=(
             Recipe("kill", ("scheduler",), ("Execute", 5, 40), duration_us=(4_000_000, 9_000_000)),
@@ -293,7 +293,7 @@ THEMES = (
         "swapping",
         4,
         loses_messages=False,
-        tokens_in_pool=(28, 36, 48),
+        tokens_in_pool=(40, 48, 64),
         max_num_seqs=(8, 10),
         watermarks=(0.0,),
         max_waiting=(40,),
@@ -304,20 +304,20 @@ THEMES = (
     *(
         Theme(
             f"death of the {who} in a swap",
-            5,
+            weight,
             num_schedulers=(1, 2),
             loses_messages=False,
-            tokens_in_pool=(28, 36, 48),
+            tokens_in_pool=(40, 48, 64),
             max_num_seqs=(8, 10),
             watermarks=(0.0,),
             max_waiting=(40,),
             crowded=True,
             swapping=True,
             recipes=(
-                Recipe("kill", (who,), ("batch with swaps", 1, 4), duration_us=(1_000, SECOND)),
+                Recipe("kill", (who,), ("batch with swaps", 1, 2), duration_us=(1_000, SECOND)),
             ),
         )
-        for who in ("scheduler", "kvmem", "worker")
+        for who, weight in (("scheduler", 9), ("kvmem", 4), ("worker", 5))
     ),
     # A scheduler takes over from itself, since a connection broke, and then another one breaks.
     Theme(
