@@ -15,7 +15,7 @@ from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.limits import ARRIVE_RANGES, GEOMETRY_RANGES, MAX_CLOCK_STEP_MS
 from kvmem_svc.core.sequences import TRANSITIONS as SEQUENCE_TRANSITIONS
 from octavo.service.errors import REASONS
-from scheduler_svc.core.params import RANGES
+from scheduler_svc.core.params import PRIORITY, RANGES
 from scheduler_svc.core.sequence import TRANSITIONS as GROUP_TRANSITIONS
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "reference"
@@ -45,10 +45,19 @@ def parameters() -> str:
         (f"`{name}`", f"`{r}`", "" if r.default is None else r.default, r.meaning)
         for name, r in RANGES.items()
     ]
+    priority = (
+        "`priority`",
+        f"`[{PRIORITY.low}, {PRIORITY.high}]`",
+        PRIORITY.default,
+        PRIORITY.meaning,
+    )
     return (
         "# Sampling parameters\n\nA value outside its range fails that request alone, with"
         " `INVALID_PARAMETER`, the value and the range.\n`(` marks an end that is not itself"
-        " allowed.\n\n" + table(("parameter", "range", "default", "meaning"), rows)
+        " allowed.\n\n"
+        + table(("parameter", "range", "default", "meaning"), rows)
+        + "\nBeside them, of the request itself:\n\n"
+        + table(("field", "range", "default", "meaning"), [priority])
     )
 
 
