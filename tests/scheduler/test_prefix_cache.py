@@ -16,26 +16,14 @@ from tests.scheduler.world import World
 SMALL_STEPS = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8, max_waiting=50)
 
 
-def computed_tokens(world: World) -> int:
-    """Run to the end; the number of tokens that the worker computed on the way."""
-    total = 0
-    while world.batch is not None or world.step is not None:
-        if world.batch is not None:
-            world.finish_batch()
-        elif world.step is not None:
-            total += int(world.step.num_input_tokens.sum())
-            world.finish_step()
-    return total
-
-
 def test_b17_a_second_turn_computes_its_own_tokens_only() -> None:
     world = World(num_blocks=60)
     first = world.arrive("first", prompt(18), max_tokens=9, seed=1, ignore_eos=True)
-    computed_tokens(world)
+    world.run_and_count()
     history = [*prompt(18), *first.tokens[0]]
     second = world.arrive("second", [*history, 3, 4, 5], max_tokens=4, seed=2, ignore_eos=True)
     # 26 of the 27 tokens had KV, in six full blocks; the 27th was never computed.
-    assert computed_tokens(world) == 30 - 24 + 3
+    assert world.run_and_count() == 30 - 24 + 3
     world.assert_right(second)
     stats = world.memory.stats()
     assert (stats.num_prefix_hits, stats.num_prefix_hit_tokens) == (1, 24)
@@ -45,7 +33,7 @@ def test_a_full_hit_computes_one_token_in_a_copy() -> None:
     world = World(num_blocks=60)
     for name in ("first", "second"):
         world.arrive(name, prompt(16), max_tokens=3, seed=1, ignore_eos=True)
-        num_computed_tokens = computed_tokens(world)
+        num_computed_tokens = world.run_and_count()
         world.assert_right(world.callers[name])
     assert num_computed_tokens == 1 + 2
     assert world.worker.num_copies == 1
@@ -57,7 +45,7 @@ def test_b18_one_prompt_is_computed_once(num_followers: int) -> None:
     world = World(num_blocks=100, config=SMALL_STEPS)
     for i in range(1 + num_followers):
         world.arrive(f"r{i}", [*prompt(40), 45 + i], max_tokens=2, seed=i, ignore_eos=True)
-    num_computed_tokens = computed_tokens(world)
+    num_computed_tokens = world.run_and_count()
     # The common 40 once, then each its own token and the one it drew first.
     assert num_computed_tokens == 40 + 2 * (1 + num_followers)
     for caller in world.callers.values():
@@ -83,7 +71,7 @@ def test_b22_strangers_neither_wait_for_each_other_nor_share(other: dict[str, An
     world = World(num_blocks=100, config=SMALL_STEPS)
     for name, domain in (("one", {}), ("two", other)):
         world.arrive(name, prompt(24), max_tokens=2, ignore_eos=True, **domain)
-    assert computed_tokens(world) == 2 * (24 + 1)
+    assert world.run_and_count() == 2 * (24 + 1)
     assert world.memory.stats().num_prefix_hit_tokens == 0
 
 

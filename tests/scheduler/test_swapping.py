@@ -22,24 +22,12 @@ def config() -> SchedulerConfig:
     return SchedulerConfig(64, 16, 50, preemption=PreemptionMode.SWAP)
 
 
-def tokens_computed(world: World) -> int:
-    """Run to the end; tokens that the worker computed on the way."""
-    total = 0
-    while world.batch is not None or world.step is not None:
-        if world.batch is not None:
-            world.finish_batch()
-        elif world.step is not None:
-            total += int(world.step.num_input_tokens.sum())
-            world.finish_step()
-    return total
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_b11_nothing_is_computed_again(n: int) -> None:
     world = World(num_blocks=26, num_host_blocks=100, config=config())
     for i in range(4):
         world.arrive(f"r{i}", prompt(8, i), max_tokens=24, n=n, seed=i, ignore_eos=True)
-    num_computed_tokens = tokens_computed(world)
+    num_computed_tokens = world.run_and_count()
     assert world.swap_outs > 0
     assert world.preemptions == 0
     assert world.worker.num_swapped_in == world.worker.num_swapped_out > 0

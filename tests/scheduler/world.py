@@ -296,6 +296,17 @@ class World:
                 return
         raise AssertionError(f"not at rest after {limit} events")
 
+    def run_and_count(self) -> int:
+        """Like `run`; the tokens that the worker computed meanwhile."""
+        total = 0
+        while self.batch is not None or self.step is not None:
+            if self.batch is not None:
+                self.finish_batch()
+            elif self.step is not None:
+                total += int(self.step.num_input_tokens.sum())
+                self.finish_step()
+        return total
+
     def assert_empty(self) -> None:
         stats = self.memory.stats()
         assert self.machine.idle
