@@ -14,6 +14,7 @@ MARKS: Mapping[str, str] = {
     "chunked prefill": "a prompt was computed in more than one step",
     "group resumed with shared prefix": "candidates came back sharing their prompt's blocks",
     "waited for a shared prefix": "a candidate sat out a step while a sibling computed for both",
+    "overtaken by priority": "a request was admitted before one of its tenant that came earlier",
     "admission refused": "kvmem had fewer blocks than the planner thought",
     "quarantined block waited for": "no block was free, but some were coming: nobody preempted",
     "kv_capacity end": "a request outgrew the pool and was told so",

@@ -139,6 +139,7 @@ class Generate:
     params: SamplingParams
     tenant: str = ""
     cache_salt: str = ""
+    priority: int = 0
     attachment: Attachment = Attachment()
 
 

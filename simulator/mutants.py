@@ -69,6 +69,7 @@ MEMORY = "kvmem_svc.core.memory"
 GATEKEEPER = "kvmem_svc.core.gatekeeper"
 STATE = "kvmem_svc.core.state_replies"
 MACHINE = "scheduler_svc.core.machine"
+POLICY = "scheduler_svc.core.policy"
 PLANNER = "scheduler_svc.core.planner"
 STEPPER = "scheduler_svc.core.stepper"
 ADOPTION = "scheduler_svc.core.adoption"
@@ -442,6 +443,22 @@ MUTANTS = (
             MIRROR,
             "table.num_computed_tokens, 0 if is_first else num_shared_tokens",
             "0, 0 if is_first else num_shared_tokens",
+        ),
+    ),
+    _mutant(
+        "priorities count for nothing",
+        (POLICY, "number - group.request.priority * ARRIVALS_PER_PRIORITY", "number"),
+    ),
+    _mutant(
+        "the first in turn gives way",
+        (POLICY, "return max(running, key=turn)", "return min(running, key=turn)"),
+    ),
+    _mutant(
+        "whoever fits is admitted, whoever waits",
+        (
+            PLANNER,
+            "needed + spare > free:\n                break",
+            "needed + spare > free:\n                continue",
         ),
     ),
     _mutant(

@@ -27,6 +27,7 @@ def request_of(message: Generate, params: SamplingParams) -> Request:
         "params": asdict(params),
         "secret_digest": secret_digest.hex(),
         "detach_ttl_ms": detach_ttl_ms,
+        "priority": message.priority,
     }
     content = repr((message.prompt_token_ids, message.params))
     return Request(
@@ -35,6 +36,7 @@ def request_of(message: Generate, params: SamplingParams) -> Request:
         params,
         tenant=message.tenant,
         cache_salt=message.cache_salt,
+        priority=message.priority,
         spec=json.dumps(spec).encode(),
         digest=digest_of(content.encode()),
         attach_secret_digest=secret_digest,
@@ -54,6 +56,7 @@ def adopted_request(record: AdoptedRequest) -> Request:
         SamplingParams(**fields),
         tenant=record.tenant,
         cache_salt=record.cache_salt,
+        priority=spec["priority"],
         spec=record.request_spec,
         digest=record.request_digest,
         attach_secret_digest=bytes.fromhex(spec["secret_digest"]),

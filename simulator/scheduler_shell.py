@@ -35,6 +35,7 @@ from simulator.scheduler_marks import (
     count_step,
 )
 from simulator.takeover import TakeOver
+from simulator.turns import check_turns
 from simulator.worker import Letters, expect
 from simulator.worker_link import WorkerLink
 
@@ -376,6 +377,13 @@ class SchedulerShell(Process):
         assert self.machine is not None
         assert self.worker_info is not None
         check_victims(batch)
+        overtaken = check_turns(
+            batch,
+            self.machine.groups.values(),
+            self.worker_info.geometry.block_size,
+            uses_cache=self.machine.config.use_prefix_cache,
+        )
+        self.world.marks.hit("overtaken by priority", overtaken)
         ended = self.world.checks.check_capacity_ends(
             batch,
             self.machine.groups.values(),

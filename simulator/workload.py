@@ -127,6 +127,10 @@ class Habits:
         )
 
 
+def _draw_priority(draw: Random) -> int:
+    return draw.choice([0, 0, 0, 0, 1, -1])
+
+
 def _tokens(draw: Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randint(1, VOCAB - 1) for _ in range(count))
 
@@ -154,7 +158,7 @@ def _draw_script(draw: Random, knobs: Knobs, name: str, burst_us: int, habits: H
     leaves = draw.choice(ways) if draw.random() < habits.impatience else ""
     by_messages = draw.random() < 0.5
     return Script(
-        Generate(name, prompt, params, *draw.choice(knobs.domains)),
+        Generate(name, prompt, params, *draw.choice(knobs.domains), _draw_priority(draw)),
         burst_us + draw.randint(0, habits.spread_us),
         leaves,
         draw.randint(0, 5) if leaves and by_messages else None,
@@ -174,7 +178,7 @@ def _draw_churning(
         seed=draw.randint(0, 3), n=draw.choice([1, 2]), max_tokens=draw.randint(1, 8)
     )
     return Script(
-        Generate(name, prompt, params, *draw.choice(knobs.domains)),
+        Generate(name, prompt, params, *draw.choice(knobs.domains), _draw_priority(draw)),
         burst_us + draw.randint(0, 20 * MS),
         "cancel",
         leaves_after_us=draw.choice([draw.randint(0, 3 * MS), draw.randint(3 * MS, 40 * MS)]),
