@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -113,6 +114,9 @@ class ServiceHost:
         self, drain: Callable[[], Coroutine[Any, Any, None]] | None = None, grace_s: float = 2.0
     ) -> None:
         """Serve until SIGTERM, SIGINT or `stopping`; then drain and close what is open."""
+        # What a service is made of stays as long as it does: the collector need not look again.
+        gc.collect()
+        gc.freeze()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
