@@ -52,7 +52,9 @@ def main(
 ) -> None:
     """Serve until SIGTERM."""
     logs.setup("one-process")
-    options = WorkerOptions(model=model, num_blocks=num_blocks, attention=attention)
+    options = WorkerOptions(
+        model=model, num_blocks=num_blocks, attention=attention, num_host_blocks=0
+    )
     run(serve(address, options))
 
 

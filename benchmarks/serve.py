@@ -1,183 +1,192 @@
-"""Serving: tokens/s of the three processes, against the same cores in one process.
+"""Serving: the three processes, against the same cores in one process and the bare model runner.
 
-    python -m benchmarks.serve --quick
+    python -m benchmarks.serve [--quick] [--traces DIR]
 
-Both stacks are up at the same time and serve the same client processes, one after the other in
-interleaved pairs; only the one being measured has work. The last line is JSON.
+Rounds at 16 concurrent: the split, the one process and the bare runner one after the other, on the
+same requests, so that a ratio is of runs minutes apart at most. The first two serve the same client
+process; the runner executes the very steps that the split's worker was given. Then Poisson arrivals
+over the traces, at a share of what the rounds have shown to be the capacity; then Hugging Face.
+
+The last line is JSON. `split_ratio`, `bare_ratio`: medians of tokens/s over tokens/s, with
+bootstrap intervals. `worker_idle_*`: time at the worker with nothing to do, between steps while
+there was work; `worker_gap_*`: all the time between such steps (see model_worker/gaps.py).
+`control_cpu_pct`: CPU of scheduler and memory service, percent of the steps' wall time.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import workload
-from model_worker.threads import WAITING
-from octavo import Client, OctavoError
+from benchmarks.recording import read_steps
+from benchmarks.serve_report import LATENCIES, Round, Run, ratios_of, rounded, show, worker_of
+from benchmarks.serve_stacks import Failed, Sides, run_module, sides
 
-READY_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 20.0
 console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. `pairs`: split and one-process runs at 16 concurrent."""
+    """How much is measured. Of the concurrencies the last one has the rounds.
 
-    concurrencies: tuple[int, ...]
-    pairs: int
+    loads: Poisson arrivals, as shares of the capacity; poisson_s: for how long each.
+    """
+
+    rounds: int
     requests_per_client: int
     max_prompt: int
     max_output: int
+    num_traces: int
+    loads: tuple[float, ...]
+    poisson_s: float
+    concurrencies: tuple[int, ...] = (1, 8, 16)
     num_blocks: int = 2048
 
 
-QUICK = Plan((1, 8, 16), pairs=3, requests_per_client=1, max_prompt=96, max_output=48)
-FULL = Plan((1, 8, 16), pairs=10, requests_per_client=2, max_prompt=256, max_output=96)
+QUICK = Plan(3, 2, 96, 48, num_traces=1, loads=(0.7,), poisson_s=15)
+FULL = Plan(12, 3, 256, 96, num_traces=3, loads=(0.5, 0.8), poisson_s=60)
 
 
-@contextmanager
-def process(log: Path, module: str, *args: str, env: Mapping[str, str]) -> Iterator[None]:
-    """`python -m module args` until the block ends; its output goes to `log`."""
-    with log.open("wb") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
-            stdout=out,
-            stderr=out,
-            env={**os.environ, **env},
+class Benchmark:
+    """The phases that need the sides; everything measured ends in `runs` and `rounds`."""
+
+    def __init__(self, plan: Plan, folder: Path, all_sides: Sides, progress: Progress) -> None:
+        self.runs: list[Run] = []
+        self.rounds: list[Round] = []
+        self._plan = plan
+        self._folder = folder
+        self._sides = all_sides
+        self._progress = progress
+
+    def items(self, name: str, lengths: workload.Lengths, count: int, seed: int) -> Path:
+        """A file of `count` requests."""
+        items = workload.make_items(
+            lengths,
+            count,
+            seed,
+            max_prompt=self._plan.max_prompt,
+            max_output=self._plan.max_output,
         )
-        try:
-            yield
-        finally:
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        path = self._folder / f"{name}.json"
+        path.write_text(json.dumps([asdict(item) for item in items]))
+        return path
 
+    def _load(self, side: str, items: Path, *args: str) -> dict[str, float]:
+        where = ("--address", self._sides.address(side), "--workload", str(items))
+        return run_module("benchmarks.load", *where, *args)
 
-def wait_until_serving(address: str, log: Path) -> None:
-    """Poll health; raises RuntimeError with the end of the log when it does not come up."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    with Client(address) as client:
-        while time.monotonic() < deadline:
-            try:
-                if client.health().serving:
-                    return
-            except OctavoError:
-                pass
-            time.sleep(0.2)
-    raise RuntimeError(f"{address} did not come up:\n{log.read_text()[-2000:]}")
+    def at_concurrency(self, lengths: workload.Lengths, concurrency: int) -> None:
+        """The split alone."""
+        count = concurrency * self._plan.requests_per_client
+        items = self.items(f"closed-{concurrency}", lengths, count, concurrency)
+        with self._phase(f"{concurrency} concurrent", 1):
+            measured = self._load("split", items, "--concurrency", str(concurrency))
+        steps = read_steps(self._sides.take_recording())
+        self.runs.append(
+            Run(f"{concurrency} concurrent", str(concurrency), measured, worker_of(steps))
+        )
 
+    def warm_up(self, lengths: workload.Lengths) -> None:
+        items = self.items("warm-up", lengths, 4, 0)
+        with self._phase("warming up", 3) as advance:
+            for side in ("split", "one"):
+                self._load(side, items, "--concurrency", "4")
+                advance()
+            self._sides.replay(self._sides.take_recording())
 
-@contextmanager
-def stacks(folder: Path, model: str, num_blocks: int) -> Iterator[dict[str, str]]:
-    """Both stacks, up and serving: name -> address of the public service."""
-    address = {name: f"unix:{folder}/{name}.sock" for name in ("kvmem", "worker", "split", "one")}
-    size = ("--model", model, "--num-blocks", str(num_blocks))
-    peers = ("--kvmem", address["kvmem"], "--worker", address["worker"])
-    commands = {
-        "kvmem": ("kvmem_svc", "--address", address["kvmem"]),
-        "worker": ("model_worker", "--address", address["worker"], *size),
-        "split": ("scheduler_svc", "--address", address["split"], *peers),
-        "one": ("benchmarks.one_process", "--address", address["one"], *size),
-    }
-    with ExitStack() as running:
-        for name, (module, *args) in commands.items():
-            running.enter_context(process(folder / f"{name}.log", module, *args, env=WAITING))
-        for name in ("split", "one"):
-            wait_until_serving(address[name], folder / f"{name}.log")
-        yield {name: address[name] for name in ("split", "one")}
+    def interleave(self, items: Path, concurrency: int) -> None:
+        """The rounds: every side serves the same requests."""
+        args = ("--concurrency", str(concurrency))
+        with self._phase(f"{self._plan.rounds} rounds", 3 * self._plan.rounds) as advance:
+            for number in range(self._plan.rounds):
+                measured: dict[str, dict[str, float]] = {}
+                for side in ("split", "one") if number % 2 == 0 else ("one", "split"):
+                    cpu_s = self._sides.control_cpu_s()
+                    measured[side] = self._load(side, items, *args)
+                    if side == "split":
+                        measured["control"] = {"cpu_s": self._sides.control_cpu_s() - cpu_s}
+                    advance()
+                recording = self._sides.take_recording()
+                bare = self._sides.replay(recording)
+                advance()
+                self.rounds.append(
+                    Round(
+                        measured["split"],
+                        measured["one"],
+                        bare,
+                        read_steps(recording),
+                        measured["control"]["cpu_s"],
+                    )
+                )
+                recording.unlink()
+                self.runs.append(Run(f"{concurrency} concurrent", "", measured["split"]))
 
+    def poisson(self, name: str, lengths: workload.Lengths, load: float, capacity: float) -> None:
+        """The split under arrivals that do not wait, at `load` of `capacity` tokens/s."""
+        mean = sum(min(o, self._plan.max_output) for _, o in lengths) / len(lengths)
+        rate = load * capacity / mean
+        count = max(16, round(rate * self._plan.poisson_s))
+        items = self.items(f"poisson-{name}", lengths, count, count)
+        label = f"Poisson, {name}, {rate:.2f}/s ({load:.0%} of capacity)"
+        with self._phase(label, 1):
+            measured = self._load("split", items, "--rate", str(rate))
+        steps = read_steps(self._sides.take_recording())
+        key = f"{name}_{round(100 * load)}"
+        self.runs.append(Run(label, key, measured, worker_of(steps)))
 
-def run_load(address: str, concurrency: int, items: Path) -> dict[str, float]:
-    """One client process; what it measured."""
-    command = [sys.executable, "-m", "benchmarks.load", "--address", address]
-    command += ["--concurrency", str(concurrency), "--workload", str(items)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    def figures(self) -> dict[str, object]:
+        """Of the runs that are not the rounds'."""
+        report: dict[str, object] = {}
+        for run in filter(lambda run: run.key, self.runs):
+            for name in ("tokens_per_s", *LATENCIES):
+                report[f"{name}_{run.key}"] = run.measured[name]
+            for name in ("worker_idle_p50_ms", "worker_idle_p99_pct"):
+                report[f"{name}_{run.key}"] = run.worker[name]
+        return report
 
-
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """A 95 % bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[1949]
+    @contextmanager
+    def _phase(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        task = self._progress.add_task(what, total=total)
+        yield lambda: self._progress.advance(task)
+        self._progress.update(task, completed=total)
 
 
 def measure(
-    addresses: Mapping[str, str], plan: Plan, folder: Path, lengths: list[tuple[int, int]]
-) -> dict[str, object]:
-    """Tokens/s of the split at each concurrency, and the pairs at the highest."""
-    result: dict[str, object] = {}
-    runs = {c: 2 * plan.pairs if c == max(plan.concurrencies) else 1 for c in plan.concurrencies}
-    with Progress(console=console) as progress:
-        bar = progress.add_task("serving", total=sum(runs.values()) + 1)
-        items = folder / "warmup.json"
-        write_items(items, lengths, 4, 0, plan)
-        for address in addresses.values():
-            run_load(address, 4, items)
-        progress.advance(bar)
-        for concurrency in plan.concurrencies:
-            items = folder / f"items-{concurrency}.json"
-            write_items(items, lengths, concurrency * plan.requests_per_client, concurrency, plan)
-            pairs: list[tuple[float, float]] = []
-            for index in range(max(1, runs[concurrency] // 2)):
-                order = ("split", "one") if index % 2 == 0 else ("one", "split")
-                if runs[concurrency] == 1:
-                    order = ("split",)
-                rate = {}
-                for name in order:
-                    measured = run_load(addresses[name], concurrency, items)
-                    rate[name] = measured["tokens_per_s"]
-                    if name == "split":
-                        result[f"ttft_p50_s_{concurrency}"] = round(measured["ttft_p50_s"], 4)
-                        result[f"tpot_p50_s_{concurrency}"] = round(measured["tpot_p50_s"], 4)
-                    progress.advance(bar)
-                pairs.append((rate["split"], rate.get("one", rate["split"])))
-            result[f"tokens_per_s_{concurrency}"] = round(
-                statistics.median(split for split, _ in pairs), 2
-            )
-            if len(pairs) > 1:
-                ratios = [split / one for split, one in pairs]
-                low, high = interval(ratios)
-                result["split_ratio"] = round(statistics.median(ratios), 4)
-                result["split_ratio_interval"] = [round(low, 4), round(high, 4)]
-    return result
+    benchmark: Benchmark, plan: Plan, traces: dict[str, workload.Lengths]
+) -> tuple[dict[str, object], Path]:
+    """The figures, and the requests of the rounds."""
+    lengths = next(iter(traces.values()))
+    benchmark.warm_up(lengths)
+    *fewer, most = plan.concurrencies
+    for concurrency in fewer:
+        benchmark.at_concurrency(lengths, concurrency)
+    items = benchmark.items("rounds", lengths, most * plan.requests_per_client, most)
+    benchmark.interleave(items, most)
+    report = ratios_of(benchmark.rounds)
+    capacity = statistics.median(one.split["tokens_per_s"] for one in benchmark.rounds)
+    for name in list(traces)[: plan.num_traces]:
+        for load in plan.loads:
+            benchmark.poisson(name, traces[name], load, capacity)
+    return report, items
 
 
-def write_items(
-    path: Path, lengths: list[tuple[int, int]], count: int, seed: int, plan: Plan
-) -> None:
-    items = workload.make_items(
-        lengths, count, seed, max_prompt=plan.max_prompt, max_output=plan.max_output
-    )
-    path.write_text(json.dumps([asdict(item) for item in items]))
-
-
-def hf_tokens_per_s(items: Path, model: str, concurrency: int) -> float:
-    """Hugging Face's continuous batching on the same requests."""
-    command = [sys.executable, "-m", "benchmarks.hf_baseline", "--workload", str(items)]
-    command += ["--model", model, "--concurrency", str(concurrency)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
+def compare_with_hf(report: dict[str, object], items: Path, model: str) -> None:
+    """Hugging Face's continuous batching on the first 16 requests of the rounds."""
+    args = ("--workload", str(items), "--model", model)
+    theirs = run_module("benchmarks.hf_baseline", *args)["tokens_per_s"]
+    report["hf_tokens_per_s_16"] = theirs
+    report["vs_hf"] = float(str(report["tokens_per_s_16"])) / theirs
 
 
 def main(
@@ -186,22 +195,33 @@ def main(
     model: Annotated[str, typer.Option(help="folder or hub id; empty: the demo model")] = "",
     hf: Annotated[bool, typer.Option(help="compare with Hugging Face as well")] = True,
 ) -> None:
-    """Measure the served tokens/s; the last line is JSON."""
+    """Measure what is served; the last line is JSON."""
     plan = QUICK if quick else FULL
-    name, lengths = workload.load_lengths(workload.traces_dir(traces))
-    if name == "uniform":
+    lengths = workload.load_traces(workload.traces_dir(traces))
+    if workload.UNIFORM in lengths:
         console.print(workload.HOW_TO_GET)
-    with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
-        folder = Path(scratch)
-        with stacks(folder, model, plan.num_blocks) as addresses:
-            result = measure(addresses, plan, folder, lengths)
-        most = max(plan.concurrencies)
-        if hf:
-            with console.status("Hugging Face generate_batch ..."):
-                theirs = hf_tokens_per_s(folder / f"items-{most}.json", model, most)
-            result["hf_tokens_per_s_16"] = round(theirs, 2)
-            result["vs_hf"] = round(float(str(result[f"tokens_per_s_{most}"])) / theirs, 3)
-    print(json.dumps({"benchmark": "serve", "workload": name, "quick": quick, **result}))
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="octavo-") as scratch,
+            Progress(*columns, console=console) as progress,
+        ):
+            starting = progress.add_task("starting every side", total=1)
+            with sides(Path(scratch), model, plan.num_blocks) as all_sides:
+                progress.advance(starting)
+                benchmark = Benchmark(plan, Path(scratch), all_sides, progress)
+                report, items = measure(benchmark, plan, lengths)
+            if hf:
+                task = progress.add_task("Hugging Face generate_batch", total=1)
+                compare_with_hf(report, items, model)
+                progress.advance(task)
+    except Failed as error:
+        console.print(error, style="red", markup=False)
+        raise typer.Exit(1) from None
+    report = rounded(report | benchmark.figures())
+    show(benchmark.runs, benchmark.rounds, report)
+    name = next(iter(lengths))
+    print(json.dumps({"benchmark": "serve", "workload": name, "quick": quick, **report}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import contextvars
 import os
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,15 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
 HEALTH_INTERVAL_S = 0.5
 
 
-async def serve(address: str, options: WorkerOptions, step_timeout_s: float) -> None:
+async def serve(
+    address: str,
+    options: WorkerOptions,
+    step_timeout_s: float,
+    load: Callable[[WorkerOptions], ModelRunner] | None = None,
+) -> None:
     """Listen at once, load the model on its thread, then serve until told to stop.
 
+    load: makes the runner, on the model thread; None: `build_runner`.
     Raises WorkerError when the model cannot be loaded and AddressError for a bad address.
     """
     model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
@@ -45,7 +52,7 @@ async def serve(address: str, options: WorkerOptions, step_timeout_s: float) -> 
     # In this context its logs name the service.
     context = contextvars.copy_context()
     loading = asyncio.get_running_loop().run_in_executor(
-        model_thread, lambda: context.run(_load, options)
+        model_thread, lambda: context.run(load or _load, options)
     )
     await asyncio.wait({stopped, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not stopped.done():
