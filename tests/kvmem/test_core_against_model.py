@@ -694,7 +694,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         finished = self.model.finished_ids()
         known = set(self.model.sequences) | set(finished)
-        never = sorted((self.past_ids - known) | {1, 7 << 32, (1 << 63) + 5})
+        never = sorted((self.past_ids | {1, 7 << 32, (1 << 63) + 5}) - known)
         bad = data.draw(st.sampled_from(never + sorted(finished)))
         live = sorted(self.model.sequences)
         good = data.draw(st.lists(st.sampled_from(live), max_size=1)) if live else []
@@ -709,6 +709,8 @@ class MemoryMachine(RuleBasedStateMachine):
             b.Admit([b.AdmitMember(i, 1) for i in ids]),
             b.Commit(u64(ids), i32([0] * len(ids)), i32(computed)),
             b.Reserve(u64(ids), i32([1] * len(ids))),
+            b.SwapOut(ids),
+            b.SwapIn([b.SwapInMember(i, 1) for i in ids]),
         ]
         if bad not in live:
             ops += [b.Append(bad, i32([1])), b.Fork(bad, 1)]
