@@ -170,8 +170,10 @@ class Caller:
             marks.hit("stream broke under its caller", asking.check.accepted)
             marks.hit("request lost with its stream", accepted and not asking.secret)
         elif reason == "UNKNOWN_REQUEST":
-            # Without a secret, the abort of a predecessor may come late and hit this one.
-            aborted = asking.aborted or (not asking.secret and len(self.askings) > 1)
+            # Without a secret, the abort of a predecessor may come late and hit this one, and
+            # that of its twin, too.
+            others = len(self.askings) > 1 or self.script.has_twin
+            aborted = asking.aborted or (not asking.secret and others)
             expect(aborted, "errors are true", f"{self.name}: {reason}, nobody aborted it")
         elif reason in MISTAKES:
             fits = len(self.script.message.prompt_token_ids) <= self._callers.pool_tokens()
