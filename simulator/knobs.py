@@ -92,7 +92,7 @@ class Knobs:
                 orphan_ttl_ms=draw.choice(theme.orphan_ttls_ms),
                 result_ttl_ms=draw.choice([2_000, 30_000]),
             ),
-            recovery_us=draw.choice([300 * MS, 3 * SECOND, 30 * SECOND]),
+            recovery_us=draw.choice([300 * MS, 300 * MS, 3 * SECOND, 30 * SECOND]),
             result_us=draw.choice([500 * MS, 5 * SECOND]),
             detach_ttl_ms=draw.choice(theme.detach_ttls_ms),
             step_duration_us=draw.choice([(200, 2_000), (500, 8_000), (50, 300)]),
