@@ -252,8 +252,10 @@ def check_the_demo(out: str) -> None:
     assert shared[0::2] == shared[1::2]
     physical, logical = re.findall(r"(\d+) physical blocks instead of (\d+)", out)[0]
     assert int(logical) - int(physical) == len(shared) / 2
-    free, in_use, _, total = re.findall(r"after │ (\d+) │ (\d+) │ (\d+) │ (\d+)", out)[0]
-    assert (free, in_use) == (total, "0")
+    after = re.findall(r"after │ (\d+) │ (\d+) │ (\d+) │ (\d+) │ (\d+)", out)[0]
+    free, cached, in_use, _, total = map(int, after)
+    assert (free + cached, in_use) == (total, 0)
+    assert cached > 0
     assert "No span of" not in out
     assert all(name in out for name in ("scheduler.generate", "kvmem.arrive", "worker.prefill"))
     assert all(name in out for name in ("scheduler.step", "kvmem.apply", "worker.execute"))
