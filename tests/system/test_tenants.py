@@ -259,8 +259,8 @@ def test_what_can_never_fit_a_quota_is_refused_and_nobody_else_notices(limited: 
 
 
 def test_what_does_not_fit_a_quota_now_waits_and_others_do_not(limited: Stack) -> None:
-    """They need 6 and 19 of the 24 blocks their tenant may have; the pool has room for both."""
-    small, large, params = token_prompt(80, salt=7), token_prompt(300, salt=8), greedy(16)
+    """They need 5 and 20 at first of the 24 blocks their tenant may have; the pool has room for both."""
+    small, large, params = token_prompt(80, salt=7), token_prompt(310, salt=8), greedy(16)
     with (
         client_of(limited, ACME) as acme,
         client_of(limited, OTHER) as other,
