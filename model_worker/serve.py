@@ -43,7 +43,7 @@ async def serve(
     Raises WorkerError when the model cannot be loaded and AddressError for a bad address.
     """
     model_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
-    traces = telemetry.setup("octavo-worker")
+    traces = telemetry.setup("octavo-worker", with_metrics=True)
     servicer = WorkerServicer(uuid.uuid4().hex, model_thread, traces)
     host = ServiceHost("octavo-worker", address, [SERVICE_NAME])
     worker_pb2_grpc.add_ModelWorkerServicer_to_server(servicer, host.server)

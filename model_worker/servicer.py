@@ -16,6 +16,7 @@ import structlog
 from model_worker import convert
 from model_worker.errors import StepError
 from model_worker.fencing import Fence, Fencing
+from model_worker.metrics import StepMetrics
 from model_worker.step import RetainedStep, StepInput, StepOutput
 from model_worker.tracing import record_step
 from octavo.service.errors import ServiceError, abort
@@ -68,6 +69,7 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         self._num_watched_steps = 0
         self._model_thread = model_thread
         self._telemetry = telemetry
+        self._metrics = StepMetrics(telemetry.meter)
         self._runner: ModelRunner | None = None
         self._holder: _Stream | None = None
 
@@ -153,7 +155,9 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             if stream.replaced.done():
                 raise stream.replaced.result()
             await context.write(convert.reply_to_pb(output, self.boot_id))
-            record_step(self._telemetry, issued.step, output)
+            if self._telemetry.enabled:
+                record_step(self._telemetry, issued.step, output)
+                self._metrics.record(output)
 
     def _take_hold(self, stream: _Stream, fence: Fence) -> None:
         """Let `stream` execute under `fence`, ending the stream of an older session.

@@ -41,6 +41,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
             "OTEL_BSP_SCHEDULE_DELAY": str(EXPORTER_DELAY_MS),
             "OTEL_TRACES_SAMPLER": "always_on",
+            "OTEL_METRICS_EXPORTER": "none",
             # A proxy configured for the outside has no business between us.
             "no_grpc_proxy": "127.0.0.1",
         }

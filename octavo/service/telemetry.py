@@ -1,4 +1,4 @@
-"""Traces: hand-made spans and a `traceparent` field on the step path.
+"""Traces and metrics: hand-made spans and a `traceparent` field on the step path.
 
 The stock gRPC interceptors add 0.3-0.6 ms a call and make one span per *stream*, so the step
 path carries the W3C trace context in its own messages. Without OTEL_EXPORTER_OTLP_ENDPOINT
@@ -10,21 +10,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# The specification's own; "none" says that what is there takes no metrics.
+METRICS_VARIABLE = "OTEL_METRICS_EXPORTER"
 
 
 class Telemetry:
-    """The tracer of one service. `enabled` is False when there is nowhere to export to."""
+    """The tracer and the meter of one service. `enabled` is False when there is nowhere to export
+    to."""
 
-    def __init__(self, tracer: trace.Tracer, *, enabled: bool, provider: object = None) -> None:
+    def __init__(
+        self,
+        tracer: trace.Tracer,
+        *,
+        enabled: bool,
+        providers: Sequence[object] = (),
+        meter: metrics.Meter | None = None,
+    ) -> None:
         self.tracer = tracer
+        self.meter = meter or metrics.NoOpMeter("octavo")
         self.enabled = enabled
-        self._provider = provider
+        self._providers = providers
 
     def start(
         self,
@@ -62,13 +73,17 @@ class Telemetry:
 
     def shutdown(self) -> None:
         """Flush what is buffered and stop the exporter."""
-        shutdown = getattr(self._provider, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        for provider in self._providers:
+            shutdown = getattr(provider, "shutdown", None)
+            if shutdown is not None:
+                shutdown()
 
 
-def setup(service: str) -> Telemetry:
-    """The telemetry of this process, exporting over OTLP/gRPC when an endpoint is configured."""
+def setup(service: str, *, with_metrics: bool = False) -> Telemetry:
+    """The telemetry of this process, exporting over OTLP/gRPC when an endpoint is configured.
+
+    with_metrics: the service has some, which are exported as well.
+    """
     if not os.environ.get(ENDPOINT_VARIABLE):
         return disabled()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -76,9 +91,19 @@ def setup(service: str) -> Telemetry:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    resource = Resource.create({"service.name": service})
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Telemetry(provider.get_tracer("octavo"), enabled=True, provider=provider)
+    tracer = provider.get_tracer("octavo")
+    if not with_metrics or os.environ.get(METRICS_VARIABLE) == "none":
+        return Telemetry(tracer, enabled=True, providers=[provider])
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    meters = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource)
+    meter = meters.get_meter("octavo")
+    return Telemetry(tracer, enabled=True, providers=[provider, meters], meter=meter)
 
 
 def disabled() -> Telemetry:
