@@ -108,7 +108,7 @@ def test_a_file_that_others_may_read_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_one_id_two_tenants_two_requests(guarded: Stack) -> None:
-    params = greedy(200)
+    params = greedy(450)
     with (
         client_of(guarded, ACME) as acme,
         client_of(guarded, OTHER) as other,
@@ -258,20 +258,23 @@ def test_what_can_never_fit_a_quota_is_refused_and_nobody_else_notices(limited: 
     limited.wait_until_empty()
 
 
-def test_what_does_not_fit_a_quota_now_waits_and_others_do_not(limited: Stack) -> None:
-    """They need 5 and 20 at first of the 24 blocks their tenant may have; the pool has room for both."""
+def test_what_does_not_fit_a_quota_now_waits_for_its_own_tenant(limited: Stack) -> None:
+    """They need 5 and 20 of the 24 blocks their tenant may have. The pool has room for both, and
+    the second one would begin long before the first one ends."""
     small, large, params = token_prompt(80, salt=7), token_prompt(310, salt=8), greedy(16)
     with (
         client_of(limited, ACME) as acme,
         client_of(limited, OTHER) as other,
-        acme.stream(small, greedy(300)) as first,
-        acme.stream(large, params) as second,
+        acme.stream(small, greedy(300), request_id="first") as first,
     ):
         next(first)
-        next(second)
         assert next(first).candidates
-        assert {each.status for each in acme.list_requests()} == {"running", "waiting"}
-        assert len(other.generate(PROMPT, params).candidates[0].token_ids) == 16
-        assert sum(len(tokens_of(chunk)) for chunk in first) > 250
-        assert sum(len(tokens_of(chunk)) for chunk in second) == 16
+        with acme.stream(large, params, request_id="second") as second:
+            assert len(other.generate(PROMPT, params).candidates[0].token_ids) == 16
+            next(second)
+            num_tokens = len(tokens_of(next(second)))
+            statuses = {each.request_id: each.status for each in acme.list_requests()}
+            assert statuses.get("first", "finished") == "finished"
+            assert num_tokens + sum(len(tokens_of(chunk)) for chunk in second) == 16
+        assert sum(len(tokens_of(chunk)) for chunk in first) > 0
     limited.wait_until_empty()
