@@ -30,7 +30,7 @@ from simulator.worker import PrefixTree, TagWorker, Violation, expect
 @dataclass(frozen=True)
 class _KnownPin:
     """What an operator was told it holds; `until_ms`: at least, 0 until it is let go. `borrowed`:
-    blocks that were found because somebody else had pinned them publicly."""
+    blocks that were computed for others, and found since they were public at that time."""
 
     domain: Domain
     tokens: tuple[int, ...]
@@ -147,12 +147,20 @@ class KvWitness:
         blocks: list[int] = memory.manager.pins[reply.pin_id].blocks.tolist()
         domains = self.workers[memory.ledger.worker_boot_id].domains
         own = pin.domain.tenant, pin.domain.cache_salt
+        tokens = tuple(pin.token_ids[: reply.num_pinned_tokens].tolist())
+        borrowed = [i for i, block in enumerate(blocks) if domains.get(block, own) != own]
+        num_borrowed_tokens = (borrowed[-1] + 1 if borrowed else 0) * len(tokens) // len(blocks)
+        expect(
+            self.may_find(own, tokens[:num_borrowed_tokens]),
+            "tenants are apart",
+            f"{own} pins {num_borrowed_tokens} tokens that were computed for others",
+        )
         self._pins[reply.pin_id] = _KnownPin(
             pin.domain,
-            tuple(pin.token_ids[: reply.num_pinned_tokens].tolist()),
+            tokens,
             pin.is_public,
             now_ms + pin.ttl_ms if pin.ttl_ms else 0,
-            frozenset(block for block in blocks if domains.get(block, own) != own),
+            frozenset(blocks[i] for i in borrowed),
         )
 
     def _on_pin_ended(self, pin: _KnownPin, now_ms: int) -> None:
@@ -166,9 +174,8 @@ class KvWitness:
     def _check_pins(self, manager: BlockManager) -> None:
         for pin in self._pins.values():
             num_cached = manager.num_cached_tokens(pin.domain, np.array(pin.tokens, np.int32))
-            # What was borrowed is not found any more once nobody lends it.
             expect(
-                num_cached >= len(pin.tokens) or pin.borrowed,
+                num_cached >= len(pin.tokens),
                 "pins hold",
                 f"of {len(pin.tokens)} pinned tokens {num_cached} are cached",
             )
@@ -214,6 +221,13 @@ class KvWitness:
             for pin in self._pins.values()
             if pin.is_public == public and pin.tokens[: len(wanted)] == wanted
         ]
+
+    def may_find(self, domain: tuple[str, str], tokens: Sequence[int]) -> bool:
+        """Whether requests of a domain may find tokens that were computed for others: those that
+        are pinned publicly, or by the domain itself, since they were."""
+        own = Domain(*domain)
+        mine = [pin for pin in self.pins_that_cover(tokens, public=False) if pin.domain == own]
+        return not tokens or bool(mine or self.pins_that_cover(tokens, public=True))
 
     # ---- what is published ----
 
@@ -388,7 +402,7 @@ class _Admissions:
             if self._worker.domains.get(block, domain) != domain:
                 tokens = self._worker.tree.tokens(path[(index + 1) * size])
                 expect(
-                    self._witness.pins_that_cover(tokens, public=True),
+                    self._witness.may_find(domain, tokens),
                     "tenants are apart",
                     f"{request_id} of {domain} is given block {block}, computed for"
                     f" {self._worker.domains[block]}",

@@ -80,6 +80,7 @@ HOST_TIER = "kvmem_svc.core.host_tier"
 SWAPS = "kvmem_svc.core.swaps"
 SEQUENCES = "kvmem_svc.core.sequences"
 STATE_SEQUENCES = "kvmem_svc.core.state_sequences"
+PINS = "kvmem_svc.core.pins"
 QUOTAS = "kvmem_svc.core.quotas"
 ADMISSION = "kvmem_svc.core.admission"
 PREFIX_CACHE = "kvmem_svc.core.prefix_cache"
@@ -271,10 +272,14 @@ MUTANTS = (
         ),
     ),
     _mutant(
+        "every pin is public",
+        (PINS, "None if self.is_public else self.domain", "None"),
+    ),
+    _mutant(
         "a public pin is found after it was let go",
         (
             MANAGER,
-            "        if pin is not None:\n            self._tell_what_is_public()\n",
+            "        if pin is not None:\n            self._tell_what_is_pinned()\n",
             "        if pin is not None:\n",
         ),
     ),

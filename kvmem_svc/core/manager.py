@@ -199,18 +199,18 @@ class BlockManager:
         )
         self._next_pin_id += 1
         self.pins[pin.pin_id] = pin
-        self._tell_what_is_public()
+        self._tell_what_is_pinned()
         return Pinned(pin.pin_id, tokens.size)
 
     def unpin(self, pin_id: int) -> None:
         """Let go of a pin; of one that is not there any more nothing needs to be done."""
         pin = self.pins.pop(pin_id, None)
         if pin is not None:
-            self._tell_what_is_public()
+            self._tell_what_is_pinned()
             self.pool.unreference(pin.blocks)
 
-    def _tell_what_is_public(self) -> None:
-        self.pool.cache.public = [pin.public() for pin in self.pins.values() if pin.is_public]
+    def _tell_what_is_pinned(self) -> None:
+        self.pool.cache.pinned = [pin.prefix() for pin in self.pins.values()]
 
     # --- tenants -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvmem_svc.core.tenants import Quota
 
 # Of what a mutation does and replies. To be raised with every change of either: the replay of a
 # journal of another version could diverge.
-CORE_VERSION = 8
+CORE_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmem_svc.core.batch import Column
-from kvmem_svc.core.prefix_cache import Domain, PublicPrefix
+from kvmem_svc.core.prefix_cache import Domain, PinnedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +20,6 @@ class HeldPrefix:
     ttl_ms: int
     is_public: bool
 
-    def public(self) -> PublicPrefix:
-        return PublicPrefix(self.blocks, self.tokens)
+    def prefix(self) -> PinnedPrefix:
+        """What lookups go by."""
+        return PinnedPrefix(self.blocks, self.tokens, None if self.is_public else self.domain)

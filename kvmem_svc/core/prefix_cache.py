@@ -44,12 +44,13 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class PublicPrefix:
-    """Blocks that are held as long as everybody may find them. blocks: int32[n], tokens:
-    int32[n * block_size]."""
+class PinnedPrefix:
+    """Blocks that are held as long as `domain` may find them; None: everybody. blocks: int32[n],
+    tokens: int32[n * block_size]."""
 
     blocks: Column
     tokens: Column
+    domain: Domain | None
 
     def num_leading(self, tokens: Column) -> int:
         """How many of the blocks `tokens` begins with."""
@@ -120,8 +121,9 @@ class PrefixCache:
         self.enabled = True
         self.num_published = 0
         self.counters = LookupCounters()
-        # The prefixes that everybody finds.
-        self.public: list[PublicPrefix] = []
+        # Prefixes that are found although others may have published them: by everybody, or by a
+        # domain that found them when they were public, and pinned them.
+        self.pinned: list[PinnedPrefix] = []
         self._last_serial = ROOT_SERIAL
 
     def is_published(self, blocks: Column) -> npt.NDArray[np.bool_]:
@@ -134,7 +136,7 @@ class PrefixCache:
         """The published blocks of the longest prefix of `tokens`; `chain` goes on after them."""
         width = 4 * self.block_size
         content = np.ascontiguousarray(tokens, np.int32).tobytes()
-        public = self._match_public(tokens) if self.public else []
+        pinned = self._match_pinned(chain.domain, tokens) if self.pinned else []
         found: list[int] = []
         for start in range(0, len(content) - width + 1, width):
             block_tokens = content[start : start + width]
@@ -142,8 +144,8 @@ class PrefixCache:
             block = self.index.get(key)
             if block is not None and self._stands_for(block, chain, block_tokens):
                 chain.is_foreign = False
-            elif len(found) < len(public):
-                block = public[len(found)]
+            elif len(found) < len(pinned):
+                block = pinned[len(found)]
                 chain.is_foreign = True
             else:
                 break
@@ -151,10 +153,12 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def _match_public(self, tokens: Column) -> list[int]:
-        """The blocks of the public prefix that is longest in `tokens`."""
+    def _match_pinned(self, domain: Domain, tokens: Column) -> list[int]:
+        """The blocks of the pinned prefix that is longest in `tokens`."""
         longest: list[int] = []
-        for prefix in self.public:
+        for prefix in self.pinned:
+            if prefix.domain is not None and prefix.domain != domain:
+                continue
             num_blocks = prefix.num_leading(tokens)
             # Without its serial a block is nothing to go on from.
             usable = self.serials[prefix.blocks[:num_blocks]] != 0

@@ -91,7 +91,7 @@ def _load_manager(max_sequences: int, plain: Plain) -> BlockManager:
     for one in plain["pins"]:
         pin = _load_pin(*one)
         manager.pins[pin.pin_id] = pin
-    manager.pool.cache.public = [pin.public() for pin in manager.pins.values() if pin.is_public]
+    manager.pool.cache.pinned = [pin.prefix() for pin in manager.pins.values()]
     chains = {row: chain for row, *chain in plain["sequences"]["chains"]}
     for one in plain["requests"]:
         record = _load_record(one)

@@ -184,7 +184,7 @@ ELSEWHERE = {
         "index": "from the keys",
         "domains": "its own part",
         "counters": "its own part",
-        "public": "from the pins",
+        "pinned": "from the pins",
         "_serials": "another view of it",
         "_parents": "another view of it",
         "_keys": "another view of it",

@@ -271,6 +271,21 @@ def test_a_public_prefix_is_found_by_everybody_and_only_while_it_is_pinned() -> 
     assert driver.memory.num_cached_tokens(Domain("v", ""), i32(*range(8))) == 0
 
 
+def test_who_pins_what_is_public_finds_it_as_long_as_its_own_pin_holds() -> None:
+    driver = Driver()
+    serve(driver, "a", 8, "t")
+    public = pin(driver, 8, public=True)
+    mine = pin(driver, 5, Domain("u", ""))
+    fence = driver.memory.ledger.fence()
+    driver.gatekeeper.unpin(fence, public.pin_id, 0)
+    for memory in (driver.memory, unpack_state(pack_state(driver.memory))):
+        found = [memory.num_cached_tokens(Domain(who, ""), i32(*range(8))) for who in "tuv"]
+        assert found == [8, 4, 0]
+    driver.gatekeeper.unpin(fence, mine.pin_id, 0)
+    assert driver.memory.num_cached_tokens(Domain("u", ""), i32(*range(8))) == 0
+    check_integrity(driver.manager)
+
+
 def test_b20_after_a_public_prefix_a_collision_leads_nobody_to_anothers_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
