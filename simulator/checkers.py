@@ -18,8 +18,9 @@ from scheduler_svc.core.sequence import Request, SequenceGroup
 from scheduler_svc.core.stopping import FinishReason
 from simulator.kv_witness import KvWitness
 from simulator.marks import Marks
+from simulator.prefix_tree import PrefixTree
 from simulator.solo_runs import SoloRuns
-from simulator.worker import EOS, PrefixTree, expect, letter_of, logprob_of
+from simulator.worker import EOS, expect, letter_of, logprob_of
 
 # Of one life of the memory service's state: request id and arrival number.
 RecordKey = tuple[str, str, int]

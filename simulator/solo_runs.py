@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from scheduler_svc.core.sequence import Request
-from simulator.worker import PrefixTree, solo_run
+from simulator.prefix_tree import PrefixTree
+from simulator.worker import solo_run
 
 
 class SoloRuns:

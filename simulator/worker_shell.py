@@ -16,9 +16,10 @@ from simulator.clock import MS
 from simulator.kvmem_shell import KvmemShell
 from simulator.messages import Execute, Install, Installed, WorkerInfo
 from simulator.network import End, Later, Refused
+from simulator.prefix_tree import VOCAB
 from simulator.process import Process, Surroundings
 from simulator.wording import step_in_words
-from simulator.worker import EOS, VOCAB, TagWorker, expect
+from simulator.worker import EOS, TagWorker, expect
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from scheduler_svc.core.sequence import Request
 from simulator.clock import MS
 from simulator.knobs import Knobs
 from simulator.messages import Generate
-from simulator.worker import VOCAB, solo_run
+from simulator.prefix_tree import VOCAB
+from simulator.worker import solo_run
 
 
 @dataclass(frozen=True)
