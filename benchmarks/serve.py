@@ -157,6 +157,8 @@ class Benchmark:
 
     @contextmanager
     def _phase(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        if not console.is_terminal:  # where a bar would be seen at its end alone
+            console.print(f"{what} ...")
         task = self._progress.add_task(what, total=total)
         yield lambda: self._progress.advance(task)
         self._progress.update(task, completed=total)
@@ -182,9 +184,15 @@ def measure(
 
 
 def compare_with_hf(report: dict[str, object], items: Path, model: str) -> None:
-    """Hugging Face's continuous batching on the first 16 requests of the rounds."""
+    """Hugging Face's continuous batching on the first 16 requests of the rounds. Where it does not
+    end in time, or cannot be had, there is no figure."""
+    report["vs_hf"] = None
     args = ("--workload", str(items), "--model", model)
-    theirs = run_module("benchmarks.hf_baseline", *args)["tokens_per_s"]
+    try:
+        theirs = run_module("benchmarks.hf_baseline", *args)["tokens_per_s"]
+    except Failed as error:
+        console.print(error, style="yellow", markup=False)
+        return
     report["hf_tokens_per_s_16"] = theirs
     report["vs_hf"] = float(str(report["tokens_per_s_16"])) / theirs
 
