@@ -95,17 +95,18 @@ async def run(address: str, concurrency: int, rate_per_s: float, items: list[dic
     measured, salt = Measured(), secrets.token_hex(8)
     async with AsyncClient(address) as client:
         await client.model()  # Connected, before the clock runs.
-        started = time.perf_counter()
+        started, cpu_s = time.perf_counter(), time.process_time()
         if rate_per_s:
             arrivals = poisson_arrivals(len(items), rate_per_s, seed=0)
             await send_at(client, arrivals, items, salt, measured)
         else:
             await keep_in_flight(client, concurrency, items, salt, measured)
-        seconds = time.perf_counter() - started
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
     return {
         "tokens_per_s": measured.num_tokens / seconds,
         "num_tokens": measured.num_tokens,
         "seconds": seconds,
+        "client_cpu_s": cpu_s,
         **percentiles("ttft_ms", measured.ttft_s),
         **percentiles("tpot_ms", measured.tpot_s),
         **percentiles("itl_ms", measured.itl_s),

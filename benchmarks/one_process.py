@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from octavo.service import transport  # noqa: F401 (before grpc)
+
+# isort: split
+
 import asyncio
 from collections.abc import Callable
 from typing import Annotated

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from octavo.service import transport  # noqa: F401 (before grpc)
+
+# isort: split
+
 import sys
 from typing import TYPE_CHECKING, Annotated
 

@@ -101,6 +101,7 @@ def ratios_of(rounds: Sequence[Round]) -> dict[str, object]:
     report["control_cpu_ms_per_step"] = (
         1000 * sum(one.control_cpu_s for one in rounds) / sum(len(one.steps) for one in rounds)
     )
+    report["client_cpu_pct"] = 100 * sum(one.split["client_cpu_s"] for one in rounds) / sum(walls_s)
     # Where the difference to the bare runner lies: steps that take longer beside the other
     # processes, time between them, and what comes before the first and after the last.
     report["busy_vs_bare"] = sum(busy_s) / sum(one.bare["seconds"] for one in rounds)
