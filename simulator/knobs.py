@@ -72,6 +72,8 @@ class Knobs:
         max_num_batched_tokens = draw.choice([draw.randint(8, 12), draw.randint(8, 40)])
         if theme.crowded:
             max_num_batched_tokens = 8
+        elif theme.cached:  # several prompts may begin in one step
+            max_num_batched_tokens = draw.choice([8, 24, 48])
         return Knobs(
             theme=theme,
             block_size=block_size,

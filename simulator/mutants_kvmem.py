@@ -257,8 +257,12 @@ KVMEM_MUTANTS = (
         (QUOTAS, "((current + needed > limit) &", "((current + needed > limit + 1) &"),
     ),
     mutant(
-        "a tenant is refused the last block of its quota",
-        (QUOTAS, "if count and current + count > limit:", "if count and current + count >= limit:"),
+        "a tenant is refused the last blocks of its quota",
+        (
+            QUOTAS,
+            "if count and current + count > limit:",
+            "if count and current + count > limit - 2:",
+        ),
     ),
     mutant(
         "a tenant has a sequence more than its quota",

@@ -140,7 +140,7 @@ THEMES = (
     ),
     Theme(
         "shared prefixes",
-        8,
+        12,
         loses_messages=False,
         tokens_in_pool=(36, 48, 64, 90),
         max_num_seqs=(4, 8),

@@ -114,7 +114,7 @@ class Habits:
         if knobs.theme.cached:
             longest = draw.choice([8, 12, 16])
             stems = tuple(_tokens(draw, longest) for _ in range(2))
-            spread_us = draw.choice([5 * MS, 60 * MS, 200 * MS])
+            spread_us = draw.choice([0, 0, 5 * MS, 60 * MS, 200 * MS])
             return Habits(stems, 8, draw.choice([0.0, 0.1]), (1, 1, 1, 2, 3), spread_us)
         # Several requests fit the pool, so that they get into each other's way as they grow.
         capacity = knobs.num_blocks * knobs.block_size
