@@ -195,7 +195,7 @@ THEMES = (
         break_connection=(0.01, 0.03),
     ),
     # One after the other stands still for a while.
-    Theme("frozen", 3, num_schedulers=(1, 2), fault_probability=0.6, faults=PAUSES),
+    Theme("frozen", 6, num_schedulers=(1, 2), fault_probability=0.6, faults=(*PAUSES, CUTS[1])),
     # Callers are cut off, vanish and return.
     Theme(
         "absent callers",
