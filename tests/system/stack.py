@@ -29,6 +29,7 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, kvmem_pb2, kvmem_pb2_gr
 
 REPOSITORY = Path(__file__).parents[2]
 # What a hung service costs a test; nothing that works comes near it.
+RESULT_TTL_S = 20
 PATIENCE_S = 60.0
 NAMES = ("kvmem", "worker", "scheduler")
 # One more scheduler, when it is started.
@@ -95,6 +96,9 @@ class Stack:
                 "scheduler_svc",
                 f"--kvmem={self._reached_at('kvmem')}",
                 f"--worker={self._reached_at('worker')}",
+                # A caller that has everything may be the last to know of a scheduler's death: the
+                # result waits for it, and less long than a test does for an empty pool.
+                f"--result-ttl-s={RESULT_TTL_S}",
                 *scheduler,
             ),
         }
