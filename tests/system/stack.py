@@ -29,8 +29,8 @@ from octavo.v1 import inference_pb2, inference_pb2_grpc, kvmem_pb2, kvmem_pb2_gr
 
 REPOSITORY = Path(__file__).parents[2]
 # What a hung service costs a test; nothing that works comes near it.
-RESULT_TTL_S = 20
 PATIENCE_S = 60.0
+RESULT_TTL_S = 20
 NAMES = ("kvmem", "worker", "scheduler")
 # One more scheduler, when it is started.
 STANDBY = "standby"
