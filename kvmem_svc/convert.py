@@ -213,21 +213,18 @@ def result_to_pb(result: b.BatchResult) -> pb.BatchResult:
         results=[_OK if one is b.OK else _op_result_to_pb(one) for one in result.results],
         levels=levels_to_pb(result.levels),
     )
-    deltas, copies = result.deltas, result.copies
+    deltas = result.deltas
     if deltas.sequence_ids.size:
         message.deltas.sequence_ids = deltas.sequence_ids.tobytes()
         message.deltas.table_indices = deltas.table_indices.tobytes()
         message.deltas.block_ids = deltas.block_ids.tobytes()
         message.deltas.table_versions = deltas.table_versions.tobytes()
-    if copies.src_block_ids.size:
-        message.copies.src_block_ids = copies.src_block_ids.tobytes()
-        message.copies.dst_block_ids = copies.dst_block_ids.tobytes()
-    if result.swap_ins.src_block_ids.size:
-        message.swap_ins.src_block_ids = result.swap_ins.src_block_ids.tobytes()
-        message.swap_ins.dst_block_ids = result.swap_ins.dst_block_ids.tobytes()
-    if result.swap_outs.src_block_ids.size:
-        message.swap_outs.src_block_ids = result.swap_outs.src_block_ids.tobytes()
-        message.swap_outs.dst_block_ids = result.swap_outs.dst_block_ids.tobytes()
+    for name in ("copies", "swap_ins", "swap_outs"):
+        copies: b.BlockCopies = getattr(result, name)
+        if copies.src_block_ids.size:
+            to: types_pb2.BlockCopies = getattr(message, name)
+            to.src_block_ids = copies.src_block_ids.tobytes()
+            to.dst_block_ids = copies.dst_block_ids.tobytes()
     return message
 
 

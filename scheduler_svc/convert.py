@@ -164,7 +164,7 @@ def _finish_reason(reason: FinishReason | None) -> str:
 
 
 def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
-    deltas = message.deltas
+    deltas, copies = message.deltas, copies_of(message.copies)
     return ops.BatchResult(
         batch_seq=message.batch_seq,
         results=tuple(map(_op_result, message.results)),
@@ -174,8 +174,8 @@ def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
             unpack(deltas.block_ids, I32, "block_ids"),
             unpack(deltas.table_versions, U32, "table_versions"),
         ),
-        copy_src=unpack(message.copies.src_block_ids, I32, "src_block_ids"),
-        copy_dst=unpack(message.copies.dst_block_ids, I32, "dst_block_ids"),
+        copy_src=copies.src,
+        copy_dst=copies.dst,
         levels=levels_of(message.levels),
         swap_ins=copies_of(message.swap_ins),
         swap_outs=copies_of(message.swap_outs),
@@ -260,10 +260,11 @@ def step_message(
         input_token_ids=pack(step.input_token_ids, I32),
         num_samples=pack(step.num_samples, I32),
     )
-    if len(step.copy_src):
-        message.copies.src_block_ids = pack(step.copy_src, I32)
-        message.copies.dst_block_ids = pack(step.copy_dst, I32)
-    for copies, to in ((step.swap_ins, message.swap_ins), (step.swap_outs, message.swap_outs)):
+    for copies, to in (
+        (step.swap_ins, message.swap_ins),
+        (ops.BlockCopies(step.copy_src, step.copy_dst), message.copies),
+        (step.swap_outs, message.swap_outs),
+    ):
         if copies:
             to.src_block_ids = pack(copies.src, I32)
             to.dst_block_ids = pack(copies.dst, I32)

@@ -149,7 +149,7 @@ SCHEDULER_MUTANTS = (
     ),
     mutant(
         "one prompt is computed twice in a step",
-        (PLANNER, "if under_way.will_serve(group) and not is_swapped:", "if False:"),
+        (PLANNER, "if not is_swapped and under_way.will_serve(group):", "if False:"),
     ),
     mutant(
         "a step with nothing but swaps is not executed",

@@ -222,7 +222,7 @@ class Planner:
             is_swapped = group.status is GroupStatus.SWAPPED
             if group.request.tenant in view.held_back:
                 continue
-            if under_way.will_serve(group) and not is_swapped:
+            if not is_swapped and under_way.will_serve(group):
                 continue
             members = admit_members(group, view.block_size, use_prefix_cache=self._use_prefix_cache)
             needed = sum(

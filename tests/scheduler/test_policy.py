@@ -88,8 +88,7 @@ def test_one_tenants_flood_does_not_keep_another_waiting() -> None:
         world.finish_batch() if world.batch else world.finish_step()
     assert sum(caller.done for caller in world.callers.values()) <= 5
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
 
 
 def test_an_urgent_request_goes_first_and_keeps_its_place_over_a_death() -> None:
@@ -106,5 +105,4 @@ def test_an_urgent_request_goes_first_and_keeps_its_place_over_a_death() -> None
         world.finish_batch() if world.batch else world.finish_step()
     assert sum(caller.done for caller in world.callers.values()) <= 2
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()

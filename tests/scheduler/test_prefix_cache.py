@@ -48,8 +48,7 @@ def test_b18_one_prompt_is_computed_once(num_followers: int) -> None:
     num_computed_tokens = world.run_and_count()
     # The common 40 once, then each its own token and the one it drew first.
     assert num_computed_tokens == 40 + 2 * (1 + num_followers)
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     world.assert_empty()
 
 
@@ -62,8 +61,7 @@ def test_those_with_another_prompt_do_not_wait_for_it() -> None:
         world.finish_batch() if world.batch else world.finish_step()
     assert not world.callers["leader"].tokens
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"cache_salt": "s"}])
@@ -99,8 +97,7 @@ def test_a_quota_holds_back_its_tenant_alone() -> None:
         assert not world.callers["a2"].tokens
         world.finish_batch() if world.batch else world.finish_step()
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     assert world.preemptions == 0
     world.assert_empty()
 
@@ -117,8 +114,7 @@ def test_a_tenant_that_outgrows_its_quota_preempts_its_own() -> None:
         world.finish_batch() if world.batch else world.finish_step()
     assert world.preemptions > 0
     assert other.done
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     world.assert_empty()
 
 

@@ -81,8 +81,7 @@ def some_requests(world: World) -> None:
 
 def check(world: World) -> None:
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     world.give_up_on_callers()
     world.run()
     world.assert_empty()

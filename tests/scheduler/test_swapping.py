@@ -34,8 +34,7 @@ def test_b11_nothing_is_computed_again(n: int) -> None:
     # Each prompt once, and every output token but the last; the tokens drawn one step ahead of
     # an end that nobody knew of there are none.
     assert num_computed_tokens == 4 * (8 + n * 23)
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     world.assert_empty()
 
 
@@ -46,8 +45,7 @@ def test_a_full_host_tier_leaves_recomputation() -> None:
     world.run()
     assert world.swap_outs > 0
     assert world.preemptions > 0
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
     world.assert_empty()
 
 
@@ -78,8 +76,7 @@ def test_nobody_who_came_later_overtakes_a_swapped_group() -> None:
         world.finish_batch() if world.batch else world.finish_step()
     assert swapped
     world.run()
-    for caller in world.callers.values():
-        world.assert_right(caller)
+    world.assert_all_right()
 
 
 def in_status(world: World, status: GroupStatus) -> list[SequenceGroup]:
@@ -119,8 +116,7 @@ def test_a_death_in_the_middle_of_a_swap(death: Callable[[World], None], *, exec
             world.execute_step()
         death(world)
         world.run()
-        for caller in world.callers.values():
-            world.assert_right(caller)
+        world.assert_all_right()
         world.assert_empty()
 
 

@@ -332,6 +332,11 @@ class World:
         for candidate in range(caller.request.params.n):
             assert tuple(caller.tokens[candidate]) == solo_run(caller.request, candidate)
 
+    def assert_all_right(self) -> None:
+        """Every caller got all of what it asked for."""
+        for caller in self.callers.values():
+            self.assert_right(caller)
+
     def _handle(self, event: events.Event) -> None:
         self.now_s += 1.0
         delivered = []
