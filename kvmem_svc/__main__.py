@@ -24,6 +24,7 @@ from kvmem_svc.core.tenants import Quota
 from kvmem_svc.ports import Journal
 from kvmem_svc.servicer import KvMemoryServicer
 from octavo.service import logs, telemetry
+from octavo.service.pages import use_large_pages_soon
 from octavo.service.server import AddressError, ServiceHost, run
 from octavo.v1 import kvmem_pb2, kvmem_pb2_grpc
 
@@ -56,6 +57,7 @@ async def serve(
     await host.start()
     ticking = asyncio.create_task(servicer.keep_ticking())
     await host.set_serving(True)
+    use_large_pages_soon()
     await host.run_until_stopped(servicer.drain)
     ticking.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -35,8 +35,10 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-# How often time is looked at: well below what one look may add to it.
-TICK_S = 0.1
+# How often time is looked at: well below what one look may add to it. And how often a journal
+# that failed is tried again.
+TICK_S = 0.25
+RETRY_S = 0.1
 
 DRAINING = ServiceError("DRAINING", "the memory service is shutting down", retry_after_ms=500)
 JOURNAL_FAILED = ServiceError(
@@ -93,7 +95,7 @@ class KvMemoryServicer(ReadServicer):
     async def keep_ticking(self) -> None:
         """Let time go on for leases and TTLs, and try a journal that failed again; for ever."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self._is_serving else RETRY_S)
             healthy = self._journal.healthy or self._journal.flush_pending()
             if healthy != self._is_serving:
                 self._is_serving = healthy

@@ -126,22 +126,45 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             raise _not_ready()
         steps: asyncio.Queue[_Issued | None] = asyncio.Queue(MAX_INFLIGHT_STEPS)
         replying = asyncio.ensure_future(self._reply(stream, steps, context))
+        reading = asyncio.ensure_future(self._read(self._runner, stream, steps, context))
+        under_way = {replying, reading}
         try:
-            while (request := await _next_request(stream, replying, context)) is not None:
-                fence = convert.fence_from_pb(request.fence)
-                self._take_hold(stream, fence)
-                step = convert.step_from_pb(request)
-                # On its way before the one before it has been answered: the model never waits.
-                output = asyncio.get_running_loop().run_in_executor(
-                    self._model_thread, self._run, self._runner, fence, step
+            while under_way:
+                await asyncio.wait(
+                    {*under_way, stream.replaced}, return_when=asyncio.FIRST_COMPLETED
                 )
-                # Whoever takes the stream's place may leave it without a reader.
-                output.add_done_callback(_take_note)
-                await steps.put(_Issued(step, output))
-            await steps.put(None)
-            await replying
+                for task in (replying, reading):
+                    if task.done():
+                        task.result()
+                        under_way.discard(task)
+                if under_way and stream.replaced.done():
+                    raise stream.replaced.result()
         finally:
             replying.cancel()
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await reading
+
+    async def _read(
+        self,
+        runner: ModelRunner,
+        stream: _Stream,
+        steps: asyncio.Queue[_Issued | None],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Put the stream's steps on the model thread, in their order, until its end."""
+        while isinstance(request := await context.read(), worker_pb2.ExecuteRequest):
+            fence = convert.fence_from_pb(request.fence)
+            self._take_hold(stream, fence)
+            step = convert.step_from_pb(request)
+            # On its way before the one before it has been answered: the model never waits.
+            output = asyncio.get_running_loop().run_in_executor(
+                self._model_thread, self._run, runner, fence, step
+            )
+            # Whoever takes the stream's place may leave it without a reader.
+            output.add_done_callback(_take_note)
+            await steps.put(_Issued(step, output))
+        await steps.put(None)
 
     async def _reply(
         self,
@@ -219,27 +242,6 @@ class WorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             for done in self.retained
         ):
             log.warning("step executed again", step_id=step.step_id)
-
-
-async def _next_request(
-    stream: _Stream, replying: asyncio.Future[None], context: grpc.aio.ServicerContext
-) -> worker_pb2.ExecuteRequest | None:
-    """The stream's next request, or None at its end. Raises ServiceError once it is replaced, and
-    what `replying` ended with."""
-    read = asyncio.ensure_future(context.read())
-    try:
-        await asyncio.wait({read, stream.replaced, replying}, return_when=asyncio.FIRST_COMPLETED)
-        if replying.done():
-            replying.result()
-        if stream.replaced.done():
-            raise stream.replaced.result()
-        request = read.result()
-    finally:
-        if not read.done():
-            read.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await read
-    return request if isinstance(request, worker_pb2.ExecuteRequest) else None
 
 
 def _take_note(output: asyncio.Future[StepOutput]) -> None:

@@ -18,6 +18,7 @@ import structlog
 import typer
 
 from octavo.service import logs, telemetry
+from octavo.service.pages import use_large_pages_soon
 from octavo.service.server import AddressError, ServiceHost, run
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from scheduler_svc.api_keys import ApiKeys, ApiKeysError, NoApiKeys, load_api_keys
@@ -70,6 +71,7 @@ async def serve(
     await host.start()
     running = asyncio.create_task(engine.run(holder, host.set_serving))
     running.add_done_callback(lambda _: host.stopping.set())
+    use_large_pages_soon()
     await host.run_until_stopped(drain=lambda: engine.drain(DRAIN_S))
     failed = running.done() and not running.cancelled() and running.exception()
     running.cancel()

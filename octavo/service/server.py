@@ -17,12 +17,25 @@ from grpc_reflection.v1alpha import reflection
 log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+# What a stream may send before its reader has read.
+WINDOW_BYTES = 1024 * 1024
 # Linux: sun_path holds 108 bytes, the terminating zero included.
 MAX_UNIX_PATH_BYTES = 107
 
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
+# Of both ends of a connection.
+COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # gRPC measures the bandwidth of every connection by pings, ten times a second, each of which
+    # wakes threads at both ends: a tenth of the CPU of a step. So its flow control does not adapt
+    # to the connection: 1 MB a round trip is plenty for what is sent here.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+]
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *COMMON_OPTIONS,
+    # Whether a call is made again is decided above gRPC, which then need not keep its messages.
+    ("grpc.enable_retries", 0),
     # A dead peer is noticed within seconds, also without traffic.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -36,8 +49,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *COMMON_OPTIONS,
     # A client that is cut off, or stopped, without a word is noticed as well; but only once
     # nothing can be sent to it, since gRPC takes what it sends for a sign of life.
     ("grpc.keepalive_time_ms", 10_000),
