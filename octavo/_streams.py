@@ -21,7 +21,8 @@ import grpc.aio
 from octavo import _tracing, _wire
 from octavo._fold import GenerationFold
 from octavo._reconnect import Addresses, Failure, Patience, Reconnect
-from octavo._transport import Aborter, AsyncTransport, Attempt, Transport
+from octavo._stubs import Attempt
+from octavo._transport import Aborter, AsyncTransport, Transport
 from octavo.errors import DeadlineExceededError, OctavoError, UnavailableError
 from octavo.types import Chunk, Generation
 from octavo.v1 import inference_pb2
@@ -239,6 +240,7 @@ class AsyncChunkStream(_Answer, AsyncIterator[Chunk]):
     async def aclose(self) -> None:
         """Cancel what is still being computed; harmless after the end."""
         self._end(leave=True)
+        await asyncio.sleep(0)  # until that is on its way, also if the event loop ends now
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,55 +12,25 @@ import contextlib
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from octavo import _wire
+from octavo._multiplex import Multiplexer
 from octavo._reconnect import Addresses, Round
+from octavo._stubs import Attempt, Stubs
 from octavo._wire import Metadata, UnaryCall
 from octavo.errors import OctavoError
 from octavo.service.server import CHANNEL_OPTIONS
-from octavo.v1 import inference_pb2_grpc
 
 ABORT_TIMEOUT_S: Final = 2.0
 # Requests left early whose Abort was not sent yet. Past it they are left to their TTL.
 MAX_WAITING_ABORTS: Final = 1024
 
 Reply = TypeVar("Reply")
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One stream of a request: what is called, where, and for how long."""
-
-    address: str
-    method: str
-    request: Any
-    timeout_s: float
-    metadata: Metadata
-
-
-class _Stubs:
-    """The stubs of one channel, by the names `UnaryCall.stub` uses. metadata: of every call."""
-
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel, metadata: Metadata) -> None:
-        self.channel: Any = channel
-        self.metadata = metadata
-        self.inference = inference_pb2_grpc.InferenceStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-
-    def method(self, call: UnaryCall[Any]) -> Any:
-        return getattr(getattr(self, call.stub), call.method)
-
-    def start(self, attempt: Attempt) -> Any:
-        method = getattr(self.inference, attempt.method)
-        metadata = (*self.metadata, *attempt.metadata)
-        return method(attempt.request, timeout=attempt.timeout_s, metadata=metadata)
 
 
 class Transport:
@@ -70,7 +40,7 @@ class Transport:
         """metadata: of every call."""
         self.addresses = addresses
         self._metadata = metadata
-        self._stubs: dict[str, _Stubs] = {}
+        self._stubs: dict[str, Stubs] = {}
         self._lock = threading.Lock()
 
     def start(self, attempt: Attempt) -> Any:
@@ -99,10 +69,10 @@ class Transport:
             for stubs in self._stubs.values():
                 stubs.channel.close()
 
-    def _stubs_of(self, address: str) -> _Stubs:
+    def _stubs_of(self, address: str) -> Stubs:
         with self._lock:
             if address not in self._stubs:
-                self._stubs[address] = _Stubs(
+                self._stubs[address] = Stubs(
                     grpc.insecure_channel(address, options=CHANNEL_OPTIONS), self._metadata
                 )
             return self._stubs[address]
@@ -152,12 +122,16 @@ class AsyncTransport:
         self.addresses = addresses
         self._metadata = metadata
         self._loop = asyncio.get_running_loop()
-        self._stubs: dict[str, _Stubs] = {}
+        self._stubs: dict[str, Stubs] = {}
+        self._multiplexers: dict[str, Multiplexer] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     def start(self, attempt: Attempt) -> Any:
         """A call whose replies can be read."""
-        return self._stubs_of(attempt.address).start(attempt)
+        address = attempt.address
+        if address not in self._multiplexers:
+            self._multiplexers[address] = Multiplexer(self._stubs_of(address))
+        return self._multiplexers[address].start(attempt)
 
     async def unary(self, call: UnaryCall[Reply], timeout_s: float) -> Reply:
         """Ask the servers in turn. Raises OctavoError."""
@@ -198,9 +172,9 @@ class AsyncTransport:
         with contextlib.suppress(OctavoError):
             await self.unary(call, ABORT_TIMEOUT_S)
 
-    def _stubs_of(self, address: str) -> _Stubs:
+    def _stubs_of(self, address: str) -> Stubs:
         if address not in self._stubs:
-            self._stubs[address] = _Stubs(
+            self._stubs[address] = Stubs(
                 grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), self._metadata
             )
         return self._stubs[address]

@@ -6,9 +6,9 @@ Everything here is a function of its arguments, and both clients are thin shells
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from octavo import types
 from octavo._reconnect import Failure
 from octavo.errors import InvalidArgumentError, OctavoError, class_of_code
-from octavo.service.errors import REASONS, ServiceError
+from octavo.service.errors import DETAILS_KEY, REASONS, ServiceError
 from octavo.v1 import inference_pb2, types_pb2
 
 Prompt = str | Sequence[int]
@@ -262,6 +262,35 @@ def _read_requests(reply: inference_pb2.ListRequestsReply) -> tuple[types.Reques
 # ---------------------------------------------------------------- errors
 
 
+_CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class CallFailed(grpc.RpcError):
+    """A call of a Multiplex stream that did not end well; it reads as a failed RPC does."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, details: bytes = b"") -> None:
+        """details: a google.rpc.Status, where the server told one."""
+        super().__init__(f"{code.name}: {message}")
+        self._code = code
+        self._message = message
+        self._trailing_metadata: Any = ((DETAILS_KEY, details),) if details else ()
+
+    @classmethod
+    def of(cls, error: inference_pb2.CallError) -> Self:
+        """What the server told."""
+        code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)
+        return cls(code, error.message, error.details)
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._message
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing_metadata
+
+
 def error_of(failure: grpc.RpcError) -> OctavoError:
     """The SDK's error for a failed call: by the server's ErrorInfo, else by the status code."""
     return failure_of(failure).error
@@ -278,8 +307,14 @@ def failure_of(failure: grpc.RpcError) -> Failure:
         error = cls(told.message, reason=told.reason, retry_after_ms=told.retry_after_ms)
         holder_address = told.metadata.get(HOLDER_ADDRESS_KEY, "")
         return Failure(error, told=True, holder_address=holder_address, cause=failure)
-    # Both kinds of failed call have these; their common base class does not say so.
+    code = code_of(failure)
     call: Any = failure
-    code: grpc.StatusCode = call.code() or grpc.StatusCode.UNKNOWN
     error = class_of_code(code)(call.details() or code.value[1], reason=code.name)
     return Failure(error, cause=failure)
+
+
+def code_of(failure: grpc.RpcError) -> grpc.StatusCode:
+    """The status code of a failed call."""
+    # All kinds of failed call have one; their common base class does not say so.
+    call: Any = failure
+    return call.code() or grpc.StatusCode.UNKNOWN

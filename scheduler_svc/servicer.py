@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
 import grpc.aio
-from opentelemetry.trace import Span
 
 from octavo.service.errors import ServiceError, abort
 from octavo.service.telemetry import Telemetry, traceparent
 from octavo.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from scheduler_svc import convert, convert_records
 from scheduler_svc.api_keys import ApiKeys, Metadata, NoApiKeys
+from scheduler_svc.call import Call
 from scheduler_svc.convert_records import CallerMessage
-from scheduler_svc.core.events import RequestTimes
 from scheduler_svc.core.params import InvalidRequestError, resolve
-from scheduler_svc.core.sequence import Request
 from scheduler_svc.loop import Engine
-from scheduler_svc.mailbox import Mailbox
+from scheduler_svc.mailbox import Mailbox, Waiter
+from scheduler_svc.multiplex import CallStream
 from scheduler_svc.tenants import checked_inner_id, inner_id, outer_id
 from scheduler_svc.tokenizer import NoChatTemplateError, Tokenizer
 
@@ -52,8 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _tenant(self, context: grpc.aio.ServicerContext) -> str:
         """Who calls. Raises ServiceError UNAUTHENTICATED."""
-        metadata: Metadata = tuple(context.invocation_metadata() or ())
-        return self.api_keys.tenant_of(metadata)
+        return self.api_keys.tenant_of(_metadata_of(context))
 
     def _tokenizer(self) -> Tokenizer:
         self._engine.limits()
@@ -72,78 +69,73 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     # ---- generation ----
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateReply]:
-        try:
-            tenant = self._tenant(context)
-            match request.WhichOneof("input"):
-                case "prompt":
-                    token_ids = await self._encode(request.prompt)
-                case "prompt_token_ids":
-                    token_ids = tuple(request.prompt_token_ids.ids)
-                case _:
-                    token_ids = ()
-            async with aclosing(self._serve(tenant, request, token_ids, context)) as replies:
-                async for reply in replies:
-                    yield reply
-        except ServiceError as error:
-            await abort(context, error)
-
-    async def Chat(
-        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateReply]:
-        try:
-            tenant = self._tenant(context)
-            token_ids = await self._encode_chat(request.messages)
-            async with aclosing(self._serve(tenant, request, token_ids, context)) as replies:
-                async for reply in replies:
-                    yield reply
-        except ServiceError as error:
-            await abort(context, error)
-
     async def _serve(
-        self,
-        tenant: str,
-        message: CallerMessage,
-        token_ids: tuple[int, ...],
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncGenerator[inference_pb2.GenerateReply, None]:
+        self, request: CallerMessage, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateReply]:
         """Replies of one request, from its record's safety to its last token.
 
         However this ends early (the caller cancels, vanishes, or its deadline passes), the
         request is aborted, or waits for its caller to come back, for as long as that one said.
         """
+        try:
+            metadata = _metadata_of(context)
+            call = await self._begin(request, metadata, _traceparent_in(metadata))
+            waiter, complete = Waiter(call.mailbox), False
+            try:
+                await waiter.accepted()
+                yield call.header()
+                while not complete:
+                    emit = await waiter.next()
+                    yield inference_pb2.GenerateReply(
+                        deltas=[convert.delta_message(delta) for delta in emit.deltas],
+                        num_cached_tokens=emit.num_cached_tokens,
+                    )
+                    complete = call.sent(emit)
+            finally:
+                call.leave(complete=complete)
+        except ServiceError as error:
+            await abort(context, error)
+
+    # They differ in what is sent to begin with.
+    Generate = _serve
+    Chat = _serve
+
+    async def Multiplex(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        metadata = _metadata_of(context)
+
+        async def begin(request: CallerMessage, parent: str) -> Call:
+            return await self._begin(request, metadata, parent)
+
+        try:
+            self.api_keys.tenant_of(metadata)
+            await CallStream(begin, context).run()
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def _begin(self, message: CallerMessage, metadata: Metadata, parent: str) -> Call:
+        """Check, tokenize and enter what somebody asks for. parent: the caller's span.
+
+        Raises ServiceError for what is refused at once.
+        """
+        tenant = self.api_keys.tenant_of(metadata)
+        token_ids = await self._token_ids_of(message)
         self._check_model(message.model)
-        span = self._open_span(context)
+        span = None
+        if self._telemetry.enabled:
+            span = self._telemetry.start("scheduler.generate", parent=parent)
         started_ns = time.time_ns()
         mailbox = self._submit(tenant, message, token_ids, traceparent(span) if span else "")
-        request = mailbox.request
-        complete = False
-        try:
-            await mailbox.accepted()
-            yield inference_pb2.GenerateReply(
-                request_id=outer_id(request),
-                seed=request.params.seed,
-                num_prompt_tokens=len(token_ids),
-            )
-            while not complete:
-                delivery = await mailbox.next()
-                yield inference_pb2.GenerateReply(
-                    deltas=[convert.delta_message(delta) for delta in delivery.deltas],
-                    num_cached_tokens=delivery.num_cached_tokens,
-                )
-                complete = delivery.last
-                if delivery.times is not None:
-                    self._record_phases(request, delivery.times, started_ns)
-        finally:
-            self._engine.leave(request.request_id, mailbox, complete=complete)
-            if span is not None:
-                span.set_attribute("octavo.request_id", request.request_id)
-                span.set_attribute("octavo.tenant", tenant)
-                span.set_attribute("octavo.num_prompt_tokens", len(token_ids))
-                span.set_attribute("octavo.aborted", not complete)
-                span.end()
+        return Call(self._engine, self._telemetry, mailbox, span, started_ns)
+
+    async def _token_ids_of(self, message: CallerMessage) -> tuple[int, ...]:
+        if isinstance(message, inference_pb2.ChatRequest):
+            return await self._encode_chat(message.messages)
+        match message.WhichOneof("input"):
+            case "prompt":
+                return await self._encode(message.prompt)
+            case "prompt_token_ids":
+                return tuple(message.prompt_token_ids.ids)
+        return ()
 
     def _submit(
         self, tenant: str, message: CallerMessage, token_ids: tuple[int, ...], parent: str
@@ -194,37 +186,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise ServiceError("NO_CHAT_TEMPLATE", str(error)) from error
         except ValueError as error:
             raise ServiceError("INVALID_PARAMETER", str(error)) from error
-
-    # ---- traces ----
-
-    def _open_span(self, context: grpc.aio.ServicerContext) -> Span | None:
-        if not self._telemetry.enabled:
-            return None
-        parent = ""
-        for key, value in context.invocation_metadata() or ():
-            if key == "traceparent":
-                parent = value if isinstance(value, str) else value.decode()
-        return self._telemetry.start("scheduler.generate", parent=parent)
-
-    def _record_phases(self, request: Request, times: RequestTimes, started_ns: int) -> None:
-        """Queue, prefill and decode as spans of the request's own trace."""
-        if not (self._telemetry.enabled and request.traceparent):
-            return
-
-        def at_ns(moment_s: float) -> int:
-            return started_ns + int((moment_s - times.arrived_at_s) * 1e9)
-
-        marks = [
-            started_ns,
-            at_ns(times.first_scheduled_at_s or times.arrived_at_s),
-            at_ns(times.first_token_at_s or times.arrived_at_s),
-            time.time_ns(),
-        ]
-        names = ("scheduler.queue", "scheduler.prefill", "scheduler.decode")
-        for name, start_ns, end_ns in zip(names, marks, marks[1:], strict=False):
-            self._telemetry.record(
-                name, (start_ns, max(start_ns, end_ns)), parent=request.traceparent
-            )
 
     # ---- the rest ----
 
@@ -293,3 +254,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if group.request.tenant == tenant
             ]
         )
+
+
+def _metadata_of(context: grpc.aio.ServicerContext) -> Metadata:
+    return tuple(context.invocation_metadata() or ())
+
+
+def _traceparent_in(metadata: Metadata) -> str:
+    for key, value in metadata:
+        if key == "traceparent":
+            return value if isinstance(value, str) else value.decode()
+    return ""

@@ -46,6 +46,7 @@ REASONS: Mapping[str, Reason] = {
         grpc.StatusCode.ALREADY_EXISTS, "A live request has this id; the first is unaffected."
     ),
     "QUEUE_FULL": Reason(_EXHAUSTED, "Too many requests wait; try again after RetryInfo."),
+    "TOO_MANY_CALLS": Reason(_EXHAUSTED, "The stream has too many calls that have not ended."),
     "NO_FREE_BLOCKS": Reason(_EXHAUSTED, "The pool has no block left for this."),
     "TENANT_QUOTA": Reason(_EXHAUSTED, "The tenant's share is used up."),
     "UNAUTHENTICATED": Reason(

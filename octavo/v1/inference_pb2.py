@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import types_pb2 as octavo_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x8b\x01\n\nAttachment\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x15\n\rdetach_ttl_ms\x18\x02 \x01(\r\x12.\n\x08received\x18\x03 \x03(\x0b\x32\x1c.octavo.v1.ReceivedCandidate\x12\x17\n\ndrawn_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_drawn_seed\"\x81\x01\n\x11ReceivedCandidate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1a\n\x12\x63umulative_logprob\x18\x04 \x01(\x01\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12)\n\x06params\x18\x05 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x06 \x01(\x0b\x32\x15.octavo.v1.Attachment\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xd6\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12)\n\x06params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x05 \x01(\x0b\x32\x15.octavo.v1.Attachment\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xad\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x19.octavo.v1.CandidateDelta\x12\x1e\n\x11num_cached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_cached_tokens\"\xf3\x01\n\x0e\x43\x61ndidateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x07 \x01(\x01\x12\x19\n\x0ctoken_offset\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07matchedB\x0f\n\r_token_offset\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.octavo.v1.ChatInputH\x00\x42\x07\n\x05input\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"9\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattach_secret\x18\x02 \x01(\x0c\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\xc3\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12)\n\x08geometry\x18\x06 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x19\n\x11\x61ttention_backend\x18\x07 \x01(\t\"\x15\n\x13ListRequestsRequest\"@\n\x11ListRequestsReply\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.octavo.v1.RequestSummary\"\x82\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_candidates\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r2\x99\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12:\n\x04\x43hat\x12\x16.octavo.v1.ChatRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12@\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x18.octavo.v1.TokenizeReply\x12\x37\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x15.octavo.v1.AbortReply\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.ModelDescription\x12L\n\x0cListRequests\x12\x1e.octavo.v1.ListRequestsRequest\x1a\x1c.octavo.v1.ListRequestsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x15octavo/v1/types.proto\"\x8b\x01\n\nAttachment\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x15\n\rdetach_ttl_ms\x18\x02 \x01(\r\x12.\n\x08received\x18\x03 \x03(\x0b\x32\x1c.octavo.v1.ReceivedCandidate\x12\x17\n\ndrawn_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_drawn_seed\"\x81\x01\n\x11ReceivedCandidate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1a\n\x12\x63umulative_logprob\x18\x04 \x01(\x01\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12)\n\x06params\x18\x05 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x06 \x01(\x0b\x32\x15.octavo.v1.Attachment\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xd6\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12)\n\x06params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12)\n\nattachment\x18\x05 \x01(\x0b\x32\x15.octavo.v1.Attachment\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xad\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x19.octavo.v1.CandidateDelta\x12\x1e\n\x11num_cached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_cached_tokens\"\xf3\x01\n\x0e\x43\x61ndidateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x07 \x01(\x01\x12\x19\n\x0ctoken_offset\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\t\n\x07matchedB\x0f\n\r_token_offset\"\xc3\x01\n\x10MultiplexRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12.\n\x08generate\x18\x02 \x01(\x0b\x32\x1a.octavo.v1.GenerateRequestH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.octavo.v1.ChatRequestH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.octavo.v1.CancelCallH\x00\x12\x13\n\x0btraceparent\x18\x05 \x01(\tB\x08\n\x06\x61\x63tion\"\x0c\n\nCancelCall\"4\n\x0eMultiplexReply\x12\"\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x13.octavo.v1.CallNews\"q\n\x08\x43\x61llNews\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x05reply\x18\x02 \x01(\x0b\x32\x18.octavo.v1.GenerateReplyH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.octavo.v1.CallEndH\x00\x42\x06\n\x04news\".\n\x07\x43\x61llEnd\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x14.octavo.v1.CallError\";\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.octavo.v1.ChatInputH\x00\x42\x07\n\x05input\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"9\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattach_secret\x18\x02 \x01(\x0c\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\xc3\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12)\n\x08geometry\x18\x06 \x01(\x0b\x32\x17.octavo.v1.PoolGeometry\x12\x19\n\x11\x61ttention_backend\x18\x07 \x01(\t\"\x15\n\x13ListRequestsRequest\"@\n\x11ListRequestsReply\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.octavo.v1.RequestSummary\"\x82\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_candidates\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r2\xe2\x03\n\tInference\x12\x42\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12:\n\x04\x43hat\x12\x16.octavo.v1.ChatRequest\x1a\x18.octavo.v1.GenerateReply0\x01\x12G\n\tMultiplex\x12\x1b.octavo.v1.MultiplexRequest\x1a\x19.octavo.v1.MultiplexReply(\x01\x30\x01\x12@\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x18.octavo.v1.TokenizeReply\x12\x37\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x15.octavo.v1.AbortReply\x12\x43\n\x08GetModel\x12\x1a.octavo.v1.GetModelRequest\x1a\x1b.octavo.v1.ModelDescription\x12L\n\x0cListRequests\x12\x1e.octavo.v1.ListRequestsRequest\x1a\x1c.octavo.v1.ListRequestsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,26 +48,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREPLY']._serialized_end=1054
   _globals['_CANDIDATEDELTA']._serialized_start=1057
   _globals['_CANDIDATEDELTA']._serialized_end=1300
-  _globals['_TOKENIZEREQUEST']._serialized_start=1302
-  _globals['_TOKENIZEREQUEST']._serialized_end=1382
-  _globals['_CHATINPUT']._serialized_start=1384
-  _globals['_CHATINPUT']._serialized_end=1437
-  _globals['_TOKENIZEREPLY']._serialized_start=1439
-  _globals['_TOKENIZEREPLY']._serialized_end=1473
-  _globals['_ABORTREQUEST']._serialized_start=1475
-  _globals['_ABORTREQUEST']._serialized_end=1532
-  _globals['_ABORTREPLY']._serialized_start=1534
-  _globals['_ABORTREPLY']._serialized_end=1563
-  _globals['_GETMODELREQUEST']._serialized_start=1565
-  _globals['_GETMODELREQUEST']._serialized_end=1582
-  _globals['_MODELDESCRIPTION']._serialized_start=1585
-  _globals['_MODELDESCRIPTION']._serialized_end=1780
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1782
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1803
-  _globals['_LISTREQUESTSREPLY']._serialized_start=1805
-  _globals['_LISTREQUESTSREPLY']._serialized_end=1869
-  _globals['_REQUESTSUMMARY']._serialized_start=1872
-  _globals['_REQUESTSUMMARY']._serialized_end=2002
-  _globals['_INFERENCE']._serialized_start=2005
-  _globals['_INFERENCE']._serialized_end=2414
+  _globals['_MULTIPLEXREQUEST']._serialized_start=1303
+  _globals['_MULTIPLEXREQUEST']._serialized_end=1498
+  _globals['_CANCELCALL']._serialized_start=1500
+  _globals['_CANCELCALL']._serialized_end=1512
+  _globals['_MULTIPLEXREPLY']._serialized_start=1514
+  _globals['_MULTIPLEXREPLY']._serialized_end=1566
+  _globals['_CALLNEWS']._serialized_start=1568
+  _globals['_CALLNEWS']._serialized_end=1681
+  _globals['_CALLEND']._serialized_start=1683
+  _globals['_CALLEND']._serialized_end=1729
+  _globals['_CALLERROR']._serialized_start=1731
+  _globals['_CALLERROR']._serialized_end=1790
+  _globals['_TOKENIZEREQUEST']._serialized_start=1792
+  _globals['_TOKENIZEREQUEST']._serialized_end=1872
+  _globals['_CHATINPUT']._serialized_start=1874
+  _globals['_CHATINPUT']._serialized_end=1927
+  _globals['_TOKENIZEREPLY']._serialized_start=1929
+  _globals['_TOKENIZEREPLY']._serialized_end=1963
+  _globals['_ABORTREQUEST']._serialized_start=1965
+  _globals['_ABORTREQUEST']._serialized_end=2022
+  _globals['_ABORTREPLY']._serialized_start=2024
+  _globals['_ABORTREPLY']._serialized_end=2053
+  _globals['_GETMODELREQUEST']._serialized_start=2055
+  _globals['_GETMODELREQUEST']._serialized_end=2072
+  _globals['_MODELDESCRIPTION']._serialized_start=2075
+  _globals['_MODELDESCRIPTION']._serialized_end=2270
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=2272
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=2293
+  _globals['_LISTREQUESTSREPLY']._serialized_start=2295
+  _globals['_LISTREQUESTSREPLY']._serialized_end=2359
+  _globals['_REQUESTSUMMARY']._serialized_start=2362
+  _globals['_REQUESTSUMMARY']._serialized_end=2492
+  _globals['_INFERENCE']._serialized_start=2495
+  _globals['_INFERENCE']._serialized_end=2977
 # @@protoc_insertion_point(module_scope)

@@ -117,6 +117,56 @@ class CandidateDelta(_message.Message):
     token_offset: int
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ..., token_offset: _Optional[int] = ...) -> None: ...
 
+class MultiplexRequest(_message.Message):
+    __slots__ = ("call_id", "generate", "chat", "cancel", "traceparent")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    generate: GenerateRequest
+    chat: ChatRequest
+    cancel: CancelCall
+    traceparent: str
+    def __init__(self, call_id: _Optional[int] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., chat: _Optional[_Union[ChatRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class CancelCall(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MultiplexReply(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[CallNews]
+    def __init__(self, calls: _Optional[_Iterable[_Union[CallNews, _Mapping]]] = ...) -> None: ...
+
+class CallNews(_message.Message):
+    __slots__ = ("call_id", "reply", "end")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    reply: GenerateReply
+    end: CallEnd
+    def __init__(self, call_id: _Optional[int] = ..., reply: _Optional[_Union[GenerateReply, _Mapping]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+
+class CallEnd(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: CallError
+    def __init__(self, error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
+
+class CallError(_message.Message):
+    __slots__ = ("code", "message", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    details: bytes
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
+
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")
     TEXT_FIELD_NUMBER: _ClassVar[int]

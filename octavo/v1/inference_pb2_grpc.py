@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=octavo_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_inference__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.Multiplex = channel.stream_stream(
+                '/octavo.v1.Inference/Multiplex',
+                request_serializer=octavo_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_inference__pb2.MultiplexReply.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/octavo.v1.Inference/Tokenize',
                 request_serializer=octavo_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -77,6 +82,14 @@ class InferenceServicer:
 
     def Chat(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Multiplex(self, request_iterator, context):
+        """Many of both over one stream, for callers with many requests at a time: what a step has made
+        for all of them comes in one message.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -117,6 +130,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=octavo_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_inference__pb2.GenerateReply.SerializeToString,
+            ),
+            'Multiplex': grpc.stream_stream_rpc_method_handler(
+                    servicer.Multiplex,
+                    request_deserializer=octavo_dot_v1_dot_inference__pb2.MultiplexRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_inference__pb2.MultiplexReply.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -193,6 +211,33 @@ class Inference:
             '/octavo.v1.Inference/Chat',
             octavo_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
             octavo_dot_v1_dot_inference__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Multiplex(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/octavo.v1.Inference/Multiplex',
+            octavo_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+            octavo_dot_v1_dot_inference__pb2.MultiplexReply.FromString,
             options,
             channel_credentials,
             insecure,

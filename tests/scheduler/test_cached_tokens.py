@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from scheduler_svc.core import events
 from scheduler_svc.core.delivery import Recipients
 from scheduler_svc.core.machine import SchedulerConfig
@@ -56,19 +54,18 @@ def test_it_counts_tokens_of_the_prompt() -> None:
 
 
 def test_a_slow_reader_still_gets_it() -> None:
-    asyncio.run(_read_slowly())
-
-
-async def _read_slowly() -> None:
     mailbox = Mailbox(REQUEST)
     mailbox.accept()
     delta = events.CandidateDelta(0, "x", (1,), 0.0)
     mailbox.put(events.Emit("a", (delta,), None, 4))
     mailbox.put(events.Emit("a", (delta,)))
-    delivery = await mailbox.next()
+    delivery = mailbox.take()
+    assert delivery is not None
     assert (delivery.num_cached_tokens, delivery.deltas[0].token_ids) == (4, (1, 1))
     mailbox.put(events.Emit("a", (delta,)))
-    assert (await mailbox.next()).num_cached_tokens is None
+    delivery = mailbox.take()
+    assert delivery is not None
+    assert delivery.num_cached_tokens is None
 
 
 def test_a_prompt_that_was_there_before_is_found() -> None:

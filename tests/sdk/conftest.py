@@ -101,9 +101,12 @@ class BlockingClient:
         self._runner.close()
 
 
-@pytest.fixture(params=[Client, BlockingClient], ids=["sync", "async"])
-def client_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
+@pytest.fixture(params=["sync", "async", "async-older-server"])
+def client_class(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Any:
+    """Both clients, and the one that multiplexes also where the peer does not."""
+    if request.param == "async-older-server":
+        peer.multiplexes = False
+    return Client if request.param == "sync" else BlockingClient
 
 
 @pytest.fixture

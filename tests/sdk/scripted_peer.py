@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from octavo.service.errors import DETAILS_KEY, ServiceError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc, types_pb2
+from tests.sdk.by_call import ByCall
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Call:
     gone: threading.Event = field(default_factory=threading.Event)
 
 
-class ScriptedPeer(inference_pb2_grpc.InferenceServicer):
-    """Plays `script` for every Generate and Chat, and answers the unary calls.
+class ScriptedPeer(ByCall):
+    """Plays `script` for every Generate and Chat, also of a Multiplex, and answers unary calls.
 
     `earlier` holds the scripts of the streams before: one each, from the first one on.
     """

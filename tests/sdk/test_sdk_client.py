@@ -285,7 +285,8 @@ def test_every_call_has_a_deadline_of_its_own_kind(client: Any, peer: ScriptedPe
     client.model()
     client.tokenize("p")
     left = {call.method: call.time_remaining_s for call in peer.calls}
-    assert 500 < left["Generate"] < 601
+    if not peer.num_streams:  # among others on one stream it is the client that keeps it
+        assert 500 < left["Generate"] < 601
     assert all(0 < left[name] < 6 for name in ("Abort", "GetModel", "Tokenize"))
 
 

@@ -20,6 +20,7 @@ import grpc
 
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc, types_pb2
+from tests.sdk.by_call import ByCall
 
 NUM_PROMPT_TOKENS = 7
 TOKEN_INTERVAL_S = 0.004
@@ -29,7 +30,7 @@ def token(seed: int, index: int, position: int) -> int:
     return (seed * 31 + index * 1009 + position * 7919) % 50_000
 
 
-class TokenServer(inference_pb2_grpc.InferenceServicer):
+class TokenServer(ByCall):
     def __init__(self, stall_after: int) -> None:
         self._stall_after = stall_after
 
