@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from model_worker.errors import StepError
 from model_worker.fencing import Fence
@@ -40,26 +40,35 @@ def step_from_pb(request: worker_pb2.ExecuteRequest) -> StepInput:
             num_computed_tokens=unpack(request.num_computed_tokens, I32, "num_computed_tokens"),
             input_token_ids=unpack(request.input_token_ids, I32, "input_token_ids"),
             num_samples=unpack(request.num_samples, I32, "num_samples"),
-            copy_src_block_ids=unpack(request.copies.src_block_ids, I32, "copies.src_block_ids"),
-            copy_dst_block_ids=unpack(request.copies.dst_block_ids, I32, "copies.dst_block_ids"),
-            swap_in_host_block_ids=unpack(
-                request.swap_ins.src_block_ids, I32, "swap_ins.src_block_ids"
-            ),
-            swap_in_block_ids=unpack(request.swap_ins.dst_block_ids, I32, "swap_ins.dst_block_ids"),
-            swap_out_block_ids=unpack(
-                request.swap_outs.src_block_ids, I32, "swap_outs.src_block_ids"
-            ),
-            swap_out_host_block_ids=unpack(
-                request.swap_outs.dst_block_ids, I32, "swap_outs.dst_block_ids"
-            ),
             starts=tuple(_start_from_pb(start) for start in request.starts),
-            deltas=_deltas_from_pb(request.deltas),
+            **_block_changes(request),
             dropped_sequence_ids=unpack(request.dropped_sequence_ids, U64, "dropped_sequence_ids"),
             traceparent=request.traceparent,
             ready_ns=time.perf_counter_ns(),
         )
     except ColumnError as error:
         raise StepError("INVALID_BATCH", str(error)) from error
+
+
+def _block_changes(request: worker_pb2.ExecuteRequest) -> dict[str, Any]:
+    """Columns of StepInput that most steps have nothing in."""
+    changes: dict[str, Any] = {}
+    for field, (source, destination) in _MOVES.items():
+        if request.HasField(field):
+            moves = getattr(request, field)
+            changes[source] = unpack(moves.src_block_ids, I32, f"{field}.src_block_ids")
+            changes[destination] = unpack(moves.dst_block_ids, I32, f"{field}.dst_block_ids")
+    if request.HasField("deltas"):
+        changes["deltas"] = _deltas_from_pb(request.deltas)
+    return changes
+
+
+# Fields of ExecuteRequest, and what their source and destination are in StepInput.
+_MOVES: dict[Literal["copies", "swap_ins", "swap_outs"], tuple[str, str]] = {
+    "copies": ("copy_src_block_ids", "copy_dst_block_ids"),
+    "swap_ins": ("swap_in_host_block_ids", "swap_in_block_ids"),
+    "swap_outs": ("swap_out_block_ids", "swap_out_host_block_ids"),
+}
 
 
 def _start_from_pb(start: worker_pb2.SequenceStart) -> SequenceStart:

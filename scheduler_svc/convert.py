@@ -164,21 +164,26 @@ def _finish_reason(reason: FinishReason | None) -> str:
 
 
 def result_of(message: kvmem_pb2.BatchResult) -> ops.BatchResult:
-    deltas, copies = message.deltas, copies_of(message.copies)
+    # Most steps change few tables, and copy and swap nothing.
+    copies = copies_of(message.copies) if message.HasField("copies") else ops.NO_COPIES
     return ops.BatchResult(
         batch_seq=message.batch_seq,
-        results=tuple(map(_op_result, message.results)),
-        deltas=ops.TableDeltas(
-            unpack(deltas.sequence_ids, U64, "sequence_ids"),
-            unpack(deltas.table_indices, I32, "table_indices"),
-            unpack(deltas.block_ids, I32, "block_ids"),
-            unpack(deltas.table_versions, U32, "table_versions"),
-        ),
+        results=tuple([_op_result(result) for result in message.results]),
+        deltas=_deltas_of(message.deltas) if message.HasField("deltas") else ops.NO_DELTAS,
         copy_src=copies.src,
         copy_dst=copies.dst,
         levels=levels_of(message.levels),
-        swap_ins=copies_of(message.swap_ins),
-        swap_outs=copies_of(message.swap_outs),
+        swap_ins=copies_of(message.swap_ins) if message.HasField("swap_ins") else ops.NO_COPIES,
+        swap_outs=copies_of(message.swap_outs) if message.HasField("swap_outs") else ops.NO_COPIES,
+    )
+
+
+def _deltas_of(message: types_pb2.TableDeltas) -> ops.TableDeltas:
+    return ops.TableDeltas(
+        unpack(message.sequence_ids, U64, "sequence_ids"),
+        unpack(message.table_indices, I32, "table_indices"),
+        unpack(message.block_ids, I32, "block_ids"),
+        unpack(message.table_versions, U32, "table_versions"),
     )
 
 
@@ -199,8 +204,11 @@ def levels_of(message: types_pb2.PoolLevels) -> ops.PoolLevels:
 
 
 def _op_result(message: kvmem_pb2.OpResult) -> ops.OpResult:
+    kind = message.WhichOneof("result")
+    if kind is None and message.status == ops.OpStatus.OK:
+        return ops.OK
     status = ops.OpStatus(message.status)
-    match message.WhichOneof("result"):
+    match kind:
         case "arrived":
             return ops.OpResult(
                 status,

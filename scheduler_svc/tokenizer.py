@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Of single tokens. A text takes about 60 bytes.
+MAX_KEPT_TEXTS = 2**15
 
 
 class NoChatTemplateError(ValueError):
@@ -23,9 +26,11 @@ class Detokenizer:
     of byte tokens that are not UTF-8, so it cannot be used on what a model may sample.)
     """
 
-    def __init__(self, tokenizer: FastTokenizer, byte_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], byte_token_ids: frozenset[int]
+    ) -> None:
         """`byte_token_ids`: ids that stand for one raw byte (byte fallback)."""
-        self._tokenizer = tokenizer
+        self._decode_ids = decode
         self._byte_token_ids = byte_token_ids
         self._token_ids: list[int] = []
         self._window_start = 0
@@ -54,7 +59,24 @@ class Detokenizer:
         return self._decode(0, len(self._token_ids))[self._shown_chars :]
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+        return self._decode_ids(self._token_ids[start:end])
+
+
+class Decoder:
+    """Token ids to text. What single ids decode to is kept, since a window usually begins with one
+    that was decoded before."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decode_one = lru_cache(MAX_KEPT_TEXTS)(self._decode)
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1:
+            return self._decode_one(token_ids[0])
+        return self._decode(*token_ids)
+
+    def _decode(self, *token_ids: int) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def byte_tokens(tokenizer: FastTokenizer) -> frozenset[int]:
@@ -71,6 +93,7 @@ class Tokenizer:
         self._wrapped = _load(path)
         self._fast: FastTokenizer = self._wrapped.backend_tokenizer
         self._byte_token_ids = byte_tokens(self._fast)
+        self._decode = Decoder(self._fast)
 
     @property
     def has_chat_template(self) -> bool:
@@ -104,7 +127,7 @@ class Tokenizer:
         return tuple(encodings[0].ids)
 
     def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._fast, self._byte_token_ids)
+        return Detokenizer(self._decode, self._byte_token_ids)
 
 
 def _load(path: str) -> Any:

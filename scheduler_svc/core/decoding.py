@@ -6,14 +6,12 @@ token of every candidate, and the candidates fork there, sharing all blocks of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scheduler_svc.core.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Extend:
+class Extend(NamedTuple):
     """The sequence takes one token."""
 
     sequence: Sequence
@@ -21,8 +19,7 @@ class Extend:
     logprob: float
 
 
-@dataclass(frozen=True)
-class ForkInto:
+class ForkInto(NamedTuple):
     """The sequence takes token_ids[0]; each further token makes one child."""
 
     sequence: Sequence

@@ -24,12 +24,17 @@ class Recipient:
     def news(self, group: SequenceGroup) -> tuple[events.CandidateDelta, ...]:
         """What may be shown and was not; it counts as told from now on."""
         deltas = [
-            self._delta(sequence)
+            delta
             for sequence in group.sequences
             if sequence.candidate not in self._ended
+            and (delta := self._delta(sequence)) is not None
         ]
-        deltas += [self._unborn(group, index) for index in sorted(_unborn(group) - self._ended)]
-        return tuple(delta for delta in deltas if delta is not None)
+        deltas.extend(
+            delta
+            for index in sorted(_unborn(group) - self._ended)
+            if (delta := self._unborn(group, index)) is not None
+        )
+        return tuple(deltas)
 
     def num_cached_tokens(self, group: SequenceGroup) -> int | None:
         """To be told with the first news, and never again."""
@@ -122,15 +127,18 @@ class Recipients:
         complete = recipient.has_everything(group)
         if not (deltas or complete):
             return None
-        times = events.RequestTimes(
-            group.arrived_at_s,
-            group.first_scheduled_at_s,
-            group.first_token_at_s,
-            group.num_preemptions,
-        )
         return events.Emit(
             group.request.request_id,
             deltas,
-            times if complete else None,
+            _times_of(group) if complete else None,
             recipient.num_cached_tokens(group),
         )
+
+
+def _times_of(group: SequenceGroup) -> events.RequestTimes:
+    return events.RequestTimes(
+        group.arrived_at_s,
+        group.first_scheduled_at_s,
+        group.first_token_at_s,
+        group.num_preemptions,
+    )

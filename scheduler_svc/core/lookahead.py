@@ -63,13 +63,14 @@ def _runs_short(sequence: Sequence) -> bool:
     Before it has forked, or has computed what its siblings wait for, there may be blocks ahead
     of it that it shares.
     """
+    left = sequence.num_writable_slots - sequence.num_scheduled_tokens
+    if not 0 < left < LOOKAHEAD_TOKENS:
+        return False
     group = sequence.group
     num_prompt_tokens = len(group.request.prompt_token_ids)
     if not group.forked or sequence.num_computed_tokens < num_prompt_tokens:
         return False
-    left = sequence.num_writable_slots - sequence.num_scheduled_tokens
-    ends_later = sequence.num_writable_slots < _num_slots_at_end(sequence)
-    return 0 < left < LOOKAHEAD_TOKENS and ends_later
+    return sequence.num_writable_slots < _num_slots_at_end(sequence)
 
 
 def _num_slots_at_end(sequence: Sequence) -> int:

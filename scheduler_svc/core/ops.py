@@ -168,6 +168,9 @@ class OpResult:
     quota_groups: tuple[int, ...] = ()
 
 
+OK = OpResult(OpStatus.OK)
+
+
 @dataclass(frozen=True)
 class TableDeltas:
     """Changed table entries, one a row: table[table_indices] = block_ids."""
@@ -176,6 +179,9 @@ class TableDeltas:
     table_indices: Int32s = field(default_factory=lambda: NO_INT32)
     block_ids: Int32s = field(default_factory=lambda: NO_INT32)
     table_versions: UInt32s = field(default_factory=lambda: NO_UINT32)
+
+
+NO_DELTAS = TableDeltas()
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,9 @@ class BlockCopies:
 
     def __bool__(self) -> bool:
         return bool(len(self.src))
+
+
+NO_COPIES = BlockCopies()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_svc.core.chunking import first_shares, reserved_for_short
 from scheduler_svc.core.decoding import DecodingStrategy
@@ -41,8 +42,7 @@ class View:
     held_back: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence in the batch. num_samples 0: its prompt goes on in a later step."""
 
     sequence: Sequence
@@ -134,10 +134,13 @@ class Planner:
             for group in self._policy.running_order(view.running)
             for sequence in group.live
         ]
+        prefilling: list[Sequence] = []
         for sequence in running:
-            if sequence.num_unscheduled_tokens == 1:
+            num_unscheduled_tokens = sequence.num_unscheduled_tokens
+            if num_unscheduled_tokens == 1:
                 tokens_left -= self._add_row(plan, sequence, tokens_left)
-        prefilling = [s for s in running if s.num_unscheduled_tokens > 1]
+            elif num_unscheduled_tokens > 1:
+                prefilling.append(sequence)
         tokens_left -= self._add_chunks(plan, prefilling, tokens_left, bool(view.waiting))
         tokens_left -= self._admit(plan, view, budget, tokens_left)
         self._lengthen(plan, prefilling, tokens_left)
@@ -165,36 +168,39 @@ class Planner:
                 tokens_left -= self._add_row(plan, sequence, tokens_left)
                 continue
             row = plan.rows[at]
-            more = min(sequence.num_unscheduled_tokens - row.num_input_tokens, tokens_left)
-            if more > 0 and not _must_wait_for_commit(sequence, row.num_input_tokens + more):
-                plan.rows[at] = self._row(sequence, row.num_input_tokens + more)
+            wanted = sequence.num_unscheduled_tokens
+            num_tokens = min(wanted, row.num_input_tokens + tokens_left)
+            more = num_tokens - row.num_input_tokens
+            if more > 0 and not _must_wait_for_commit(sequence, num_tokens):
+                plan.rows[at] = self._row(sequence, num_tokens, completes=num_tokens == wanted)
                 tokens_left -= more
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens_left: int) -> int:
         """Append a row of at most `tokens_left` tokens; the number it took."""
-        num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)
+        wanted = sequence.num_unscheduled_tokens
+        num_tokens = min(wanted, tokens_left)
         if num_tokens < 1 or sequence.waits_for_draw:
             return 0
         if not self._prefix_is_there(plan, sequence) or _must_wait_for_commit(sequence, num_tokens):
             return 0
-        plan.rows.append(self._row(sequence, num_tokens))
+        plan.rows.append(self._row(sequence, num_tokens, completes=num_tokens == wanted))
         return num_tokens
 
-    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
-        completes = num_tokens == sequence.num_unscheduled_tokens
+    def _row(self, sequence: Sequence, num_tokens: int, *, completes: bool) -> Row:
+        """completes: nothing of the sequence is left to be scheduled after it."""
         num_samples = self._decoding.num_samples(sequence) if completes else 0
         return Row(sequence, sequence.num_scheduled_tokens, num_tokens, num_samples)
 
     def after_admission(self, plan: StepPlan, group: SequenceGroup) -> StepPlan:
         """The plan, now that it is known how much of the group's tokens was cached: its row
         begins after that, and is no longer than it was."""
-        rows = [
-            self._row(row.sequence, min(row.num_input_tokens, row.sequence.num_unscheduled_tokens))
-            if row.sequence.group is group
-            else row
-            for row in plan.rows
-        ]
+        rows = [self._shortened(row) if row.sequence.group is group else row for row in plan.rows]
         return StepPlan(rows, plan.admissions)
+
+    def _shortened(self, row: Row) -> Row:
+        wanted = row.sequence.num_unscheduled_tokens
+        num_tokens = min(row.num_input_tokens, wanted)
+        return self._row(row.sequence, num_tokens, completes=num_tokens == wanted)
 
     def _prefix_is_there(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether the shared prefix a sequence resumes on is computed by the end of this step.

@@ -115,7 +115,14 @@ class Sequence:
     @property
     def num_unscheduled_tokens(self) -> int:
         """Tokens of which no issued step computes the KV; those being drawn count as there."""
-        return self.num_tokens + self.num_inflight_draws - self.num_scheduled_tokens
+        # Written out: it is asked of every sequence in every step.
+        return (
+            len(self.group.request.prompt_token_ids)
+            + len(self.output_token_ids)
+            + self.num_inflight_draws
+            - self.num_computed_tokens
+            - self.num_inflight_tokens
+        )
 
     @property
     def waits_for_draw(self) -> bool:
@@ -201,7 +208,7 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.finished]
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     @property
     def forked(self) -> bool:

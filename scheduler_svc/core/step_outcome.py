@@ -37,11 +37,15 @@ def read_step(
     """Fold a step's tokens into the view. Rows of sequences that ended meanwhile are ignored."""
     outcome = StepOutcome()
     tokens: list[tuple[int, ...]] = []
+    drawn, drawn_logprobs = (
+        tuple(result.sampled_token_ids.tolist()),
+        tuple(result.logprobs.tolist()),
+    )
     at = 0
     for row in plan.rows:
-        token_ids = tuple(map(int, result.sampled_token_ids[at : at + row.num_samples]))
-        logprobs = tuple(map(float, result.logprobs[at : at + row.num_samples]))
-        at += row.num_samples
+        end = at + row.num_samples
+        token_ids, logprobs = drawn[at:end], drawn_logprobs[at:end]
+        at = end
         if not row.sequence.finished and row.sequence.group.status is GroupStatus.RUNNING:
             outcome.committed.append(row.sequence)
             tokens.append(_read_row(outcome, row, token_ids, logprobs, decoding, now_s))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scheduler_svc.core.params import SamplingParams
 
@@ -72,8 +71,7 @@ class StopStrings:
         return 0
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What one token did: the text it releases, and whether it was the last."""
 
     text: str

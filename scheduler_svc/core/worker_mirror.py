@@ -45,6 +45,8 @@ class WorkerMirror:
         """Apply the table changes of a batch to the view, and note what is to be moved."""
         self.take_swaps(result.swap_ins, result.swap_outs)
         deltas = result.deltas
+        if not (len(deltas.sequence_ids) or len(result.copy_src)):
+            return
         rows = list(
             zip(
                 deltas.sequence_ids.tolist(),
@@ -185,7 +187,7 @@ class WorkerMirror:
             if (sequence := self.sequences.get(row[0])) is not None and sequence.on_worker
         ]
         if not rows:
-            return ops.TableDeltas()
+            return ops.NO_DELTAS
         sequence_ids, indices, block_ids, versions = zip(*rows, strict=True)
         return ops.TableDeltas(
             np.array(sequence_ids, np.uint64),

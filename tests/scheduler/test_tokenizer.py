@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from scheduler_svc.tokenizer import Detokenizer, byte_tokens
+from scheduler_svc.tokenizer import Decoder, Detokenizer, byte_tokens
 
 TEXT = ["The quick brown fox.", "한국어 텍스트", "日本語の文", "emoji 🦊🚀 and ümläute"]
 
@@ -53,7 +53,7 @@ TOKENIZERS = {"byte_level": byte_level(), "sentencepiece_like": sentencepiece_li
 
 
 def streamed(tokenizer: FastTokenizer, token_ids: list[int]) -> list[str]:
-    stream = Detokenizer(tokenizer, byte_tokens(tokenizer))
+    stream = Detokenizer(Decoder(tokenizer), byte_tokens(tokenizer))
     return [*(stream.push(token_id) for token_id in token_ids), stream.flush()]
 
 
