@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from octavo.service.errors import DETAILS_KEY
+from octavo.service.errors import DETAILS_KEY, ServiceError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
@@ -59,16 +59,26 @@ class _CallContext:
             callback()
 
 
+def fail(error: ServiceError, context: Any) -> NoReturn:
+    """End the call with `error`."""
+    context.set_trailing_metadata(((DETAILS_KEY, error.to_status().SerializeToString()),))
+    context.abort(error.code, error.message)
+    raise AssertionError("unreachable: context.abort raises")
+
+
 class ByCall(inference_pb2_grpc.InferenceServicer):
     """`multiplexes` False: an older server, which knows no Multiplex."""
 
     multiplexes = True
+    refuses_streams: ServiceError | None = None
     # Streams that were taken.
     num_streams = 0
 
     def Multiplex(self, request_iterator: Iterator[pb.MultiplexRequest], context: Any) -> Any:
         if not self.multiplexes:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if self.refuses_streams is not None:
+            fail(self.refuses_streams, context)
         self.num_streams += 1
         return _Stream(self, context).replies(request_iterator)
 

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from octavo.service.errors import DETAILS_KEY, ServiceError
+from octavo.service.errors import ServiceError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc, types_pb2
-from tests.sdk.by_call import ByCall
+from tests.sdk.by_call import ByCall, fail
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ScriptedPeer(ByCall):
             self.calls.append(call)
             self._noted.notify_all()
         if self.refuses is not None and method not in ("Generate", "Chat"):
-            _fail(self.refuses, context)
+            fail(self.refuses, context)
         return call
 
     def of(self, *methods: str) -> list[Call]:
@@ -122,16 +122,11 @@ class ScriptedPeer(ByCall):
             if isinstance(act, pb.GenerateReply):
                 yield act
             elif isinstance(act, ServiceError):
-                _fail(act, context)
+                fail(act, context)
             elif isinstance(act, Fail):
                 context.abort(act.code, act.message)
             else:
                 assert call.gone.wait(timeout=60)
-
-
-def _fail(error: ServiceError, context: Any) -> None:
-    context.set_trailing_metadata(((DETAILS_KEY, error.to_status().SerializeToString()),))
-    context.abort(error.code, error.message)
 
 
 def serve(peer: ScriptedPeer, socket: Path) -> grpc.Server:
