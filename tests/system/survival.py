@@ -1,17 +1,22 @@
-"""Sixteen streams in the middle of decoding, each with the answer it had when nothing happened."""
+"""Sixteen streams in the middle of decoding, each with the answer it had when nothing happened.
+
+Half of them are RPCs of their own, the other half share one stream.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from octavo import Client, Generation, SamplingParams
-from octavo.types import Candidate
+from octavo import AsyncClient, Client, Generation, SamplingParams
+from octavo.types import Candidate, Chunk
 from tests.system.requests import token_prompt
-from tests.system.stack import STANDBY, Stack, wait_until
+from tests.system.stack import PATIENCE_S, STANDBY, Stack, wait_until
 
 NUM_STREAMS = 16
 # Tokens of each candidate by which its stream is well under way, and how long it then is still.
@@ -62,25 +67,36 @@ def outcome(candidates: Sequence[Candidate]) -> list[tuple[object, ...]]:
 
 
 class _Stream:
-    """One stream, read on a thread of its own."""
+    """One stream, read on a thread or as a task of its own."""
 
-    def __init__(self, client: Client, shape: Shape) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.shape = shape
         # Tokens of each candidate so far, and when the newest came.
         self.num_tokens: dict[int, int] = {}
         self.newest_s = 0.0
         self.ended = False
-        self._chunks = client.stream(shape.prompt, shape.params, timeout_s=STREAM_TIMEOUT_S)
 
-    def read(self) -> Generation:
-        with self._chunks as chunks:
+    def read(self, client: Client) -> Generation:
+        shape = self.shape
+        with client.stream(shape.prompt, shape.params, timeout_s=STREAM_TIMEOUT_S) as chunks:
             for chunk in chunks:
-                for candidate in chunk.candidates:
-                    before = self.num_tokens.get(candidate.index, 0)
-                    self.num_tokens[candidate.index] = before + len(candidate.token_ids)
-                self.newest_s = time.monotonic()
+                self._take(chunk)
             self.ended = True
             return chunks.generation()
+
+    async def read_async(self, client: AsyncClient) -> Generation:
+        shape = self.shape
+        async with client.stream(shape.prompt, shape.params, timeout_s=STREAM_TIMEOUT_S) as chunks:
+            async for chunk in chunks:
+                self._take(chunk)
+            self.ended = True
+            return chunks.generation()
+
+    def _take(self, chunk: Chunk) -> None:
+        for candidate in chunk.candidates:
+            before = self.num_tokens.get(candidate.index, 0)
+            self.num_tokens[candidate.index] = before + len(candidate.token_ids)
+        self.newest_s = time.monotonic()
 
     @property
     def is_under_way(self) -> bool:
@@ -93,10 +109,26 @@ class Streams:
 
     def __init__(self, client: Client, several: Sequence[Shape], pool: ThreadPoolExecutor) -> None:
         chosen = [several[number % len(several)] for number in range(NUM_STREAMS)]
-        self._streams = [_Stream(client, shape) for shape in chosen]
+        self._streams = [_Stream(shape) for shape in chosen]
+        half = NUM_STREAMS // 2
         self._results: list[Future[Generation]] = [
-            pool.submit(stream.read) for stream in self._streams
+            pool.submit(stream.read, client) for stream in self._streams[:half]
         ]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._client = AsyncClient(client.addresses)
+        self._results += [
+            asyncio.run_coroutine_threadsafe(stream.read_async(self._client), self._loop)
+            for stream in self._streams[half:]
+        ]
+
+    def close(self) -> None:
+        """End those that share a stream, if they go on."""
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(PATIENCE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def wait_until_under_way(self) -> None:
         wait_until(
@@ -146,6 +178,8 @@ def running(
         except BaseException:
             client.close()  # ends the threads' streams
             raise
+        finally:
+            streams.close()
     stack.wait_until_empty()
 
 
