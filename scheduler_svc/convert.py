@@ -320,7 +320,7 @@ def step_result_of(message: worker_pb2.ExecuteReply) -> ops.StepResult:
 
 def delta_message(delta: events.CandidateDelta) -> inference_pb2.CandidateDelta:
     message = inference_pb2.CandidateDelta(
-        index=delta.index,
+        index=delta.candidate,
         text=delta.text,
         token_ids=delta.token_ids,
         cumulative_logprob=delta.cumulative_logprob,

@@ -333,6 +333,11 @@ class Engine:
 
     def _carry_out(self, machine: Machine, command: events.Command) -> None:
         match command:
+            # First what there is most of.
+            case events.Emit():
+                mailbox = self._callers.get(command.request_id)
+                if mailbox is not None:
+                    mailbox.put(command)
             case events.ApplyBatch(batch, links):
                 parent = self._batch_parent(links, prepares_step=batch.prepares_step)
                 self._spawn(self._apply(machine, command, parent))
@@ -344,10 +349,6 @@ class Engine:
                 mailbox = self._callers.get(request_id)
                 if mailbox is not None:
                     mailbox.accept()
-            case events.Emit(request_id):
-                mailbox = self._callers.get(request_id)
-                if mailbox is not None:
-                    mailbox.put(command)
             case events.Reject(request_id, reason, message, retry_after_ms):
                 self._callers.fail(request_id, ServiceError(reason, message, retry_after_ms))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from octavo.service.errors import ServiceError
 from scheduler_svc.core.events import CandidateDelta, Emit
@@ -90,10 +89,10 @@ class Waiter:
 
 def merged(first: Emit, second: Emit) -> Emit:
     """Both as one, as if there had been one step instead of two."""
-    deltas = {delta.index: delta for delta in first.deltas}
+    deltas = {delta.candidate: delta for delta in first.deltas}
     for delta in second.deltas:
-        held = deltas.get(delta.index)
-        deltas[delta.index] = delta if held is None else _one_after_the_other(held, delta)
+        held = deltas.get(delta.candidate)
+        deltas[delta.candidate] = delta if held is None else _one_after_the_other(held, delta)
     num_cached_tokens = second.num_cached_tokens
     return Emit(
         request_id=first.request_id,
@@ -106,8 +105,7 @@ def merged(first: Emit, second: Emit) -> Emit:
 
 
 def _one_after_the_other(first: CandidateDelta, second: CandidateDelta) -> CandidateDelta:
-    return replace(
-        second,
+    return second._replace(
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         token_offset=first.token_offset,

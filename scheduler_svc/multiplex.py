@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Final
 
 import grpc.aio
@@ -117,7 +116,7 @@ class _StreamedCall:
         num_bytes = 0
         for place, delta in enumerate(emit.deltas):
             if num_bytes >= MAX_REPLY_BYTES:
-                self.left = replace(emit, deltas=emit.deltas[place:], num_cached_tokens=None)
+                self.left = emit._replace(deltas=emit.deltas[place:], num_cached_tokens=None)
                 break
             _write_delta(reply.deltas.add(), delta)
             num_bytes += (
@@ -141,8 +140,8 @@ def _write_delta(message: inference_pb2.CandidateDelta, delta: CandidateDelta) -
     message.token_ids.extend(delta.token_ids)
     message.cumulative_logprob = delta.cumulative_logprob
     message.token_offset = delta.token_offset
-    if delta.index:
-        message.index = delta.index
+    if delta.candidate:
+        message.index = delta.candidate
     if delta.finish_reason is not None:
         message.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
         if isinstance(delta.matched_stop, str):

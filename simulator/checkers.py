@@ -319,45 +319,47 @@ class StreamCheck:
 
     def on_delta(self, delta: events.CandidateDelta) -> None:
         self._expect(self.accepted, "output before the request was accepted")
-        self._expect(delta.index not in self.finish, f"output of {delta.index} after its end")
-        got = self.tokens.setdefault(delta.index, [])
+        self._expect(
+            delta.candidate not in self.finish, f"output of {delta.candidate} after its end"
+        )
+        got = self.tokens.setdefault(delta.candidate, [])
         self._expect(
             delta.token_offset == len(got),
-            f"candidate {delta.index} has {len(got)} tokens and goes on at {delta.token_offset}",
+            f"candidate {delta.candidate} has {len(got)} tokens, goes on at {delta.token_offset}",
         )
         got.extend(delta.token_ids)
-        solo = self._solo_runs.of(self.request, delta.index)
+        solo = self._solo_runs.of(self.request, delta.candidate)
         self._expect(
             tuple(got) == solo[: len(got)],
-            f"candidate {delta.index} is {got}, its solo run {list(solo)}",
+            f"candidate {delta.candidate} is {got}, its solo run {list(solo)}",
         )
         self._check_rest(delta)
         if delta.finish_reason is not None:
-            self.finish[delta.index] = delta.finish_reason
+            self.finish[delta.candidate] = delta.finish_reason
             self._check_finish(delta, solo)
 
     def _check_rest(self, delta: events.CandidateDelta) -> None:
         """What does not follow from the token ids, or is made of them anew after a death."""
-        self._logprobs[delta.index] = delta.cumulative_logprob
-        logprob = sum(map(logprob_of, self.tokens[delta.index]))
+        self._logprobs[delta.candidate] = delta.cumulative_logprob
+        logprob = sum(map(logprob_of, self.tokens[delta.candidate]))
         self._expect(
             delta.cumulative_logprob == logprob,
-            f"candidate {delta.index} has the log-probability {delta.cumulative_logprob}, not"
+            f"candidate {delta.candidate} has the log-probability {delta.cumulative_logprob}, not"
             f" {logprob}",
         )
         ends = () if self.request.params.ignore_eos else (EOS,)
         text = "".join(letter_of(token) for token in delta.token_ids if token not in ends)
-        self._expect(delta.text == text, f"candidate {delta.index} reads {delta.text!r}")
+        self._expect(delta.text == text, f"candidate {delta.candidate} reads {delta.text!r}")
 
     def _check_finish(self, delta: events.CandidateDelta, solo: tuple[int, ...]) -> None:
-        got, reason = self.tokens[delta.index], delta.finish_reason
+        got, reason = self.tokens[delta.candidate], delta.finish_reason
         if reason is FinishReason.KV_CAPACITY:  # whether it was right to, is checked where it ends
             return
         stopped = solo[-1] == EOS and not self.request.params.ignore_eos
         right = FinishReason.STOP if stopped else FinishReason.LENGTH
         self._expect(
             len(got) == len(solo) and reason is right,
-            f"candidate {delta.index} ended with {reason!r} after {len(got)} of {len(solo)} tokens",
+            f"candidate {delta.candidate} ended with {reason!r} after {len(got)} of {len(solo)}",
         )
 
     def on_last(self) -> None:

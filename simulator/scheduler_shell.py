@@ -361,10 +361,10 @@ class SchedulerShell(Process):
 
     def _emit(self, command: events.Emit, mailbox: Mailbox) -> None:
         for delta in command.deltas:
-            emitted = mailbox.emitted.setdefault(delta.index, [])
+            emitted = mailbox.emitted.setdefault(delta.candidate, [])
             emitted.extend(delta.token_ids)
             key = self._record_key(command.request_id)
-            self.world.checks.commits.check_emitted(key, delta.index, emitted)
+            self.world.checks.commits.check_emitted(key, delta.candidate, emitted)
         last = command.times is not None
         mailbox.put(Output(command.deltas, last))
         if last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_svc.core.ops import (
     AdoptedRequest,
@@ -135,14 +136,13 @@ class ExecuteStep:
     links: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class CandidateDelta:
+class CandidateDelta(NamedTuple):
     """What one candidate gained; `finish_reason` is set with its last delta.
 
     token_offset: output tokens of the candidate before these.
     """
 
-    index: int
+    candidate: int
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float
@@ -151,8 +151,7 @@ class CandidateDelta:
     token_offset: int = 0
 
 
-@dataclass(frozen=True)
-class RequestTimes:
+class RequestTimes(NamedTuple):
     """Seconds on the caller's clock; None for what never came."""
 
     arrived_at_s: float
@@ -175,8 +174,7 @@ class Accepted:
     request_id: str
 
 
-@dataclass(frozen=True)
-class Emit:
+class Emit(NamedTuple):
     """Committed output, safe to show. `times` comes with the last one.
 
     num_cached_tokens: with the first one a caller gets, where it is known: of the prompt, those

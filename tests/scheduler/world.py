@@ -370,14 +370,14 @@ class World:
         assert not caller.done
         assert not caller.aborted, "output after an abort"
         for delta in deltas:
-            assert delta.index not in caller.finish, "output after the finish reason"
-            tokens = caller.tokens.setdefault(delta.index, [])
+            assert delta.candidate not in caller.finish, "output after the finish reason"
+            tokens = caller.tokens.setdefault(delta.candidate, [])
             assert delta.token_offset == len(tokens), "a token is missing, or comes twice"
             tokens.extend(delta.token_ids)
-            caller.text[delta.index] = caller.text.get(delta.index, "") + delta.text
-            caller.logprobs[delta.index] = delta.cumulative_logprob
+            caller.text[delta.candidate] = caller.text.get(delta.candidate, "") + delta.text
+            caller.logprobs[delta.candidate] = delta.cumulative_logprob
             if delta.finish_reason is not None:
-                caller.finish[delta.index] = delta.finish_reason
+                caller.finish[delta.candidate] = delta.finish_reason
         caller.done = last
         if last:
             assert len(caller.finish) == caller.request.params.n
