@@ -284,7 +284,11 @@ class Client(_Connection):
 
 
 class AsyncClient(_Connection):
-    """`Client` for asyncio: use it from the event loop of its first call."""
+    """`Client` for asyncio: use it from the event loop of its first call.
+
+    Requests at a time to one server share a stream, where the server can do that: what a step has
+    made for all of them comes in one message.
+    """
 
     @cached_property
     def _transport(self) -> AsyncTransport:
