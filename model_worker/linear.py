@@ -84,7 +84,12 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     size = library.octavo_packed_elements(out_features, in_features, is_bfloat16)
     packed = _aligned(size, weight.dtype)
     library.octavo_pack(
-        weight.data_ptr(), packed.data_ptr(), out_features, in_features, is_bfloat16
+        weight.data_ptr(),
+        packed.data_ptr(),
+        out_features,
+        in_features,
+        is_bfloat16,
+        torch.get_num_threads(),
     )
     return packed
 
@@ -122,7 +127,7 @@ def _library() -> ctypes.CDLL:
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.octavo_packed_elements.argtypes = [long, long, integer]
     library.octavo_packed_elements.restype = long
-    library.octavo_pack.argtypes = [pointer, pointer, long, long, integer]
+    library.octavo_pack.argtypes = [pointer, pointer, long, long, integer, integer]
     library.octavo_pack.restype = None
     library.octavo_advise_huge_pages.argtypes = [pointer, long]
     library.octavo_advise_huge_pages.restype = None

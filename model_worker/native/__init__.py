@@ -27,7 +27,7 @@ log = structlog.get_logger()
 FOLDER = Path(__file__).parent
 # -ffp-contract is GCC's default made plain: the same binary gives the same bits everywhere in it.
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared"),
+    *("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-shared"),
     *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra"),
 )
 BUILD_TIMEOUT_S = 300
@@ -37,11 +37,8 @@ BUILD_TIMEOUT_S = 300
 def load_library() -> ctypes.CDLL:
     """The built library; built first when this machine has not seen it.
 
-    torch must be imported before, so that both share one OpenMP runtime and its threads.
     Raises NativeBuildError.
     """
-    import torch  # noqa: F401
-
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     path = _cached_path(compiler or "")
     if not path.is_file():

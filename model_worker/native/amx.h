@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "tile_pool.h"
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -27,6 +28,7 @@ constexpr int BLOCK = 32;       // k's in a tile, and outputs in two
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_BYTES = 1024;
 constexpr int B_ELEMENTS = BLOCK * BLOCK;
+constexpr int64_t SHARE = 128;  // rows in one go, so that a thread gives way in time
 constexpr int AHEAD = 8192;  // bytes of W to prefetch ahead
 
 // The system keeps the tiles' state out of a process until it asks.
@@ -44,19 +46,23 @@ inline int64_t packed_elements(int64_t num_outputs, int64_t depth) {
   return blocks(num_outputs) * blocks(depth) * B_ELEMENTS;
 }
 
-inline void pack(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t depth) {
-#pragma omp parallel for schedule(static)
-  for (int64_t nb = 0; nb < blocks(num_outputs); ++nb)
-    for (int64_t kb = 0; kb < blocks(depth); ++kb) {
-      uint16_t* target = packed + (nb * blocks(depth) + kb) * B_ELEMENTS;
-      for (int half = 0; half < 2; ++half)
-        for (int pair = 0; pair < TILE_ROWS; ++pair)
-          for (int lane = 0; lane < TILE_ROWS; ++lane)
-            for (int i = 0; i < 2; ++i) {
-              const int64_t n = nb * BLOCK + half * TILE_ROWS + lane, k = kb * BLOCK + pair * 2 + i;
-              *target++ = n < num_outputs && k < depth ? weight[n * depth + k] : 0;
-            }
+inline void pack(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t depth,
+                 int num_threads) {
+  TilePool::instance().run(blocks(num_outputs), num_threads, [=](Tiles& tiles) {
+    while (tiles.next()) {
+      const int64_t nb = tiles.tile();
+      uint16_t* target = packed + nb * blocks(depth) * B_ELEMENTS;
+      for (int64_t kb = 0; kb < blocks(depth); ++kb)
+        for (int half = 0; half < 2; ++half)
+          for (int pair = 0; pair < TILE_ROWS; ++pair)
+            for (int lane = 0; lane < TILE_ROWS; ++lane)
+              for (int i = 0; i < 2; ++i) {
+                const int64_t n = nb * BLOCK + half * TILE_ROWS + lane;
+                const int64_t k = kb * BLOCK + pair * 2 + i;
+                *target++ = n < num_outputs && k < depth ? weight[n * depth + k] : 0;
+              }
     }
+  });
 }
 
 struct alignas(64) TileConfig {
@@ -116,22 +122,24 @@ inline void linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, 
   std::vector<uint16_t> padded(height * width);
   for (int64_t m = 0; m < num_rows; ++m)
     std::memcpy(&padded[m * width], x + m * x_stride, depth * sizeof(uint16_t));
-#pragma omp parallel num_threads(num_threads)
-  {
+  const int64_t num_shares = std::max<int64_t>(1, (height + SHARE - 1) / SHARE);
+  const uint16_t* const rows = padded.data();
+  TilePool::instance().run(blocks(num_outputs) * num_shares, num_threads, [=](Tiles& tiles) {
     const TileConfig config;
     // GCC 12 believes that its intrinsic reads eight bytes.
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
     alignas(64) float sums[BLOCK * BLOCK];
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t nb = 0; nb < blocks(num_outputs); ++nb) {
+    while (tiles.next()) {
+      const int64_t nb = tiles.tile() / num_shares, share = tiles.tile() % num_shares;
       const uint16_t* w = packed + nb * blocks(depth) * B_ELEMENTS;
       const int64_t count = std::min<int64_t>(BLOCK, num_outputs - nb * BLOCK);
-      for (int64_t m = 0; m < height; m += BLOCK) {
-        const bool two = height - m > TILE_ROWS;
-        const auto kernel = two ? (m ? multiply<true, false> : multiply<true, true>)
-                                : (m ? multiply<false, false> : multiply<false, true>);
-        kernel(&padded[m * width], width * 2, w, blocks(depth), sums);
+      const int64_t first = share * SHARE, last = std::min(first + SHARE, height);
+      for (int64_t m = first; m < last; m += BLOCK) {
+        const bool two = height - m > TILE_ROWS, cached = m > first;
+        const auto kernel = two ? (cached ? multiply<true, false> : multiply<true, true>)
+                                : (cached ? multiply<false, false> : multiply<false, true>);
+        kernel(rows + m * width, width * 2, w, blocks(depth), sums);
         for (int64_t row = m; row < std::min<int64_t>(m + BLOCK, num_rows); ++row) {
           float* sum = sums + (row - m) * BLOCK;
           if (bias)
@@ -141,14 +149,14 @@ inline void linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, 
       }
     }
     _tile_release();
-  }
+  });
 }
 
 #else
 
 inline bool available() { return false; }
 inline int64_t packed_elements(int64_t, int64_t) { return 0; }
-inline void pack(const uint16_t*, uint16_t*, int64_t, int64_t) {}
+inline void pack(const uint16_t*, uint16_t*, int64_t, int64_t, int) {}
 inline void linear(const uint16_t*, int64_t, const uint16_t*, const float*, uint16_t*, int64_t,
                    int64_t, int64_t, int) {}
 

@@ -4,9 +4,9 @@
 //          zeros, in tiles that are read in one straight line:
 //          float, and bfloat16 without AMX: [ceil(N / TILE)][K][TILE];
 //          bfloat16 with AMX: amx.h says how.
-// Work     tiles of TILE outputs over the threads; inside one, up to ROWS rows at a time share
-//          every load of W. W is read from memory once however many rows there are, as long as a
-//          tile fits the L2 cache.
+// Work     tiles of TILE outputs over the threads, and of many rows in shares of them; inside one,
+//          up to ROWS rows at a time share every load of W. W is read from memory once however
+//          many rows there are, as long as a tile fits the L2 cache.
 // Order    each output is one chain of fused multiply-adds over k = 0 .. K-1 (with AMX: over
 //          blocks of 32 of them), whatever M is and wherever its row stands: the same bits alone
 //          and in any batch.
@@ -20,6 +20,7 @@
 #include <sys/mman.h>
 
 #include "amx.h"
+#include "tile_pool.h"
 #include "vectors.h"
 
 namespace {
@@ -31,6 +32,8 @@ using namespace octavo;
 constexpr int VECTORS = 3;
 constexpr int TILE = VECTORS * LANES;
 constexpr int ROWS = 8;
+// Rows that are computed in one go, so that a thread gives way in time also in a long prompt.
+constexpr int64_t SHARE = 128;
 // Bytes of W ahead of the arithmetic; a tile is one line, but its 4 KiB pages are not to the
 // hardware's prefetcher.
 constexpr int AHEAD = 4096;
@@ -76,51 +79,64 @@ inline void tile_rows(const Rows<Weight>& rows, const Weight* w, int64_t depth) 
   }
 }
 
+// The first num_rows rows of `rows`, which is moved along.
+template <typename Weight>
+void some_rows(Rows<Weight>& rows, const Weight* w, int64_t num_rows, int64_t depth) {
+  // Parts of nearly equal size: 9 rows are 5 and 4, not 8 and 1.
+  for (int64_t left = num_rows; left > 0;) {
+    const int64_t parts = (left + ROWS - 1) / ROWS;
+    const int64_t count = (left + parts - 1) / parts;
+    switch (count) {
+      case 1: tile_rows<1>(rows, w, depth); break;
+      case 2: tile_rows<2>(rows, w, depth); break;
+      case 3: tile_rows<3>(rows, w, depth); break;
+      case 4: tile_rows<4>(rows, w, depth); break;
+      case 5: tile_rows<5>(rows, w, depth); break;
+      case 6: tile_rows<6>(rows, w, depth); break;
+      case 7: tile_rows<7>(rows, w, depth); break;
+      default: tile_rows<8>(rows, w, depth);
+    }
+    rows.x += count * rows.x_stride;
+    rows.y += count * rows.y_stride;
+    left -= count;
+  }
+}
+
 template <typename Weight>
 void linear(const float* x, int64_t x_stride, const Weight* packed, const float* bias, Weight* y,
             int64_t num_rows, int64_t depth, int64_t num_outputs, int num_threads) {
   const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const Weight* w = packed + tile * depth * TILE;
-    const int64_t first = tile * TILE;
-    Rows<Weight> rows{x,           x_stride,
-                      bias ? bias + first : nullptr,
-                      y + first,   num_outputs,
-                      std::min<int64_t>(TILE, num_outputs - first)};
-    // Shares of nearly equal size: 9 rows are 5 and 4, not 8 and 1.
-    for (int64_t left = num_rows; left > 0;) {
-      const int64_t shares = (left + ROWS - 1) / ROWS;
-      const int64_t count = (left + shares - 1) / shares;
-      switch (count) {
-        case 1: tile_rows<1>(rows, w, depth); break;
-        case 2: tile_rows<2>(rows, w, depth); break;
-        case 3: tile_rows<3>(rows, w, depth); break;
-        case 4: tile_rows<4>(rows, w, depth); break;
-        case 5: tile_rows<5>(rows, w, depth); break;
-        case 6: tile_rows<6>(rows, w, depth); break;
-        case 7: tile_rows<7>(rows, w, depth); break;
-        default: tile_rows<8>(rows, w, depth);
-      }
-      rows.x += count * x_stride;
-      rows.y += count * num_outputs;
-      left -= count;
+  const int64_t num_shares = std::max<int64_t>(1, (num_rows + SHARE - 1) / SHARE);
+  TilePool::instance().run(num_tiles * num_shares, num_threads, [=](Tiles& tiles) {
+    while (tiles.next()) {
+      const int64_t tile = tiles.tile() / num_shares, share = tiles.tile() % num_shares;
+      const Weight* w = packed + tile * depth * TILE;
+      const int64_t first = tile * TILE, first_row = share * SHARE;
+      Rows<Weight> rows{x + first_row * x_stride,
+                        x_stride,
+                        bias ? bias + first : nullptr,
+                        y + first_row * num_outputs + first,
+                        num_outputs,
+                        std::min<int64_t>(TILE, num_outputs - first)};
+      some_rows(rows, w, std::min(SHARE, num_rows - first_row), depth);
     }
-  }
+  });
 }
 
 // weight: [num_outputs, depth], contiguous, of elements of any type.
 template <typename Element>
-void pack(const Element* weight, Element* packed, int64_t num_outputs, int64_t depth) {
+void pack(const Element* weight, Element* packed, int64_t num_outputs, int64_t depth,
+          int num_threads) {
   const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-#pragma omp parallel for schedule(static)
-  for (int64_t tile = 0; tile < num_tiles; ++tile)
-    for (int64_t lane = 0; lane < TILE; ++lane) {
-      const int64_t n = tile * TILE + lane;
-      Element* target = packed + tile * depth * TILE + lane;
-      for (int64_t k = 0; k < depth; ++k)
-        target[k * TILE] = n < num_outputs ? weight[n * depth + k] : Element(0);
-    }
+  TilePool::instance().run(num_tiles, num_threads, [=](Tiles& tiles) {
+    while (tiles.next())
+      for (int64_t lane = 0; lane < TILE; ++lane) {
+        const int64_t n = tiles.tile() * TILE + lane;
+        Element* target = packed + tiles.tile() * depth * TILE + lane;
+        for (int64_t k = 0; k < depth; ++k)
+          target[k * TILE] = n < num_outputs ? weight[n * depth + k] : Element(0);
+      }
+  });
 }
 
 }  // namespace
@@ -138,14 +154,16 @@ int64_t octavo_packed_elements(int64_t num_outputs, int64_t depth, int is_bfloat
 
 // weight: [num_outputs, depth], contiguous. packed: aligned to 64 bytes.
 void octavo_pack(const void* weight, void* packed, int64_t num_outputs, int64_t depth,
-                 int is_bfloat16) {
+                 int is_bfloat16, int num_threads) {
   if (!is_bfloat16)
-    pack(static_cast<const float*>(weight), static_cast<float*>(packed), num_outputs, depth);
+    pack(static_cast<const float*>(weight), static_cast<float*>(packed), num_outputs, depth,
+         num_threads);
   else if (amx::available())
     amx::pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), num_outputs,
-              depth);
+              depth, num_threads);
   else
-    pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), num_outputs, depth);
+    pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed), num_outputs, depth,
+         num_threads);
 }
 
 // x, packed and y are all bfloat16 or all float; x_stride in elements; bias: float or null.

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "attention_kernels.h"
+#include "tile_pool.h"
 #include "vectors.h"
 
 namespace {
@@ -32,6 +33,8 @@ using namespace octavo;
 
 constexpr int ROW_TILE = 16;         // query rows of a prefill chunk that one item takes
 constexpr int ITEMS_PER_THREAD = 4;  // below that, heads are shared out too
+// Rows whose partials are merged in one go.
+constexpr int64_t MERGED_ROWS = 4;
 
 struct Problem {
   void* keys;
@@ -301,18 +304,20 @@ void attend(const Problem& p) {
   partials.maxima.reset(new float[num_partials * p.num_heads]);
   partials.sums.reset(new float[num_partials * p.num_heads]);
   partials.accumulators.reset(new float[num_partials * p.num_heads * p.head_dim]);
-#pragma omp parallel num_threads(p.num_threads)
-  {
+  TilePool& pool = TilePool::instance();
+  pool.run(items.size(), p.num_threads, [&](Tiles& tiles) {
     Scratch scratch;
     scratch.query.resize(p.num_heads * p.head_dim);
     scratch.scores.resize(p.num_heads * SCORE_STRIDE);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < int64_t(items.size()); ++i)
-      run_item<VECTORS, KV>(p, items[i], partials, scratch);
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; ++token)
-      merge_row<VECTORS, KV>(p, partials, token);
-  }
+    while (tiles.next()) run_item<VECTORS, KV>(p, items[tiles.tile()], partials, scratch);
+  });
+  pool.run((num_tokens + MERGED_ROWS - 1) / MERGED_ROWS, p.num_threads, [&](Tiles& tiles) {
+    while (tiles.next()) {
+      const int64_t first = tiles.tile() * MERGED_ROWS;
+      for (int64_t token = first; token < std::min(num_tokens, first + MERGED_ROWS); ++token)
+        merge_row<VECTORS, KV>(p, partials, token);
+    }
+  });
 }
 
 template <typename KV>

@@ -6,9 +6,11 @@
 //          vector is padded with zeros. Nothing depends on the other rows.
 // Bytes    each row is read once and written once.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "tile_pool.h"
 #include "vectors.h"
 
 namespace {
@@ -17,6 +19,7 @@ using namespace octavo;
 
 // Rows are shared out only when there is enough to do to wake a thread for.
 constexpr int64_t WORTH_A_THREAD = 1 << 15;  // elements
+constexpr int64_t SHARES_PER_THREAD = 4;
 
 inline vf load_some(const float* p, int64_t count) {
   if (count >= LANES) return load(p);
@@ -55,12 +58,27 @@ inline vf rounded(vf v, const uint16_t*) {
   return load(half);
 }
 
+// body(m) of every row, shared out when all their elements are worth it.
+template <typename Body>
+void each_row(int64_t num_rows, int64_t num_elements, int num_threads, const Body& body) {
+  if (num_threads == 1 || num_elements < WORTH_A_THREAD) {
+    for (int64_t m = 0; m < num_rows; ++m) body(m);
+    return;
+  }
+  const int64_t share = (num_rows + SHARES_PER_THREAD * num_threads - 1) /
+                        (SHARES_PER_THREAD * num_threads);
+  TilePool::instance().run((num_rows + share - 1) / share, num_threads, [=](Tiles& tiles) {
+    while (tiles.next()) {
+      const int64_t first = tiles.tile() * share;
+      for (int64_t m = first; m < std::min(num_rows, first + share); ++m) body(m);
+    }
+  });
+}
+
 template <typename T>
 void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t num_rows, int64_t width,
               float epsilon, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) \
-    if (num_rows * width >= WORTH_A_THREAD)
-  for (int64_t m = 0; m < num_rows; ++m) {
+  each_row(num_rows, num_rows * width, num_threads, [=](int64_t m) {
     const T* row = x + m * x_stride;
     vf squares = vf{};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -72,7 +90,7 @@ void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t num_r
       const vf v = rounded(load_some(row + i, width - i) * factor, x);
       store_some(y + m * width + i, v * load_some(weight + i, width - i), width - i);
     }
-  }
+  });
 }
 
 // x / (1 + exp(-x)), with no exp of anything positive.
@@ -83,25 +101,21 @@ inline vf silu(vf x) {
 
 template <typename T>
 void gate(const T* x, T* y, int64_t num_rows, int64_t width, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) \
-    if (num_rows * width >= WORTH_A_THREAD)
-  for (int64_t m = 0; m < num_rows; ++m) {
+  each_row(num_rows, num_rows * width, num_threads, [=](int64_t m) {
     const T* gates = x + m * 2 * width;
     const T* values = gates + width;
     for (int64_t i = 0; i < width; i += LANES)
       store_some(y + m * width + i,
                  silu(load_some(gates + i, width - i)) * load_some(values + i, width - i),
                  width - i);
-  }
+  });
 }
 
 template <typename T>
 void rotate(T* x, int64_t row_stride, int64_t num_rows, int64_t num_heads, int64_t head_dim,
             const T* cosines, const T* sines, int num_threads) {
   const int64_t half = head_dim / 2;
-#pragma omp parallel for num_threads(num_threads) schedule(static) \
-    if (num_rows * num_heads * head_dim >= WORTH_A_THREAD)
-  for (int64_t m = 0; m < num_rows; ++m) {
+  each_row(num_rows, num_rows * num_heads * head_dim, num_threads, [=](int64_t m) {
     const T* c = cosines + m * head_dim;
     const T* s = sines + m * head_dim;
     for (int64_t head = 0; head < num_heads; ++head) {
@@ -116,7 +130,7 @@ void rotate(T* x, int64_t row_stride, int64_t num_rows, int64_t num_heads, int64
         store_some(high + i, second, left);
       }
     }
-  }
+  });
 }
 
 }  // namespace
