@@ -33,7 +33,7 @@ RESUME_FOR_S = 3.0
 RESUME_ATTEMPT_S = 1.0
 RESUME_PAUSE_S = 0.02
 RESUME_PAUSE_MOST_S = 0.2
-# Heartbeats per lease.
+# Heartbeats per lease, while there is nothing else to say. So half a lease is the longest silence.
 BEATS_PER_LEASE = 4
 # Words of the peer that leave room for hope: it is there, or will be, with the same state.
 PASSING = frozenset(("KVMEM_LOST", "NOT_READY", "DRAINING", "JOURNAL_FAILED"))
@@ -54,6 +54,8 @@ class GrpcKvMemory:
         self._lease_s = 1.0
         self._last_result_batch_seq = 0
         self._acknowledged_step = 0
+        # Since the last time a heartbeat was due.
+        self._has_spoken = False
 
     # ---- taking over ----
 
@@ -154,6 +156,7 @@ class GrpcKvMemory:
     async def _exchange(self, stream: grpc.aio.StreamStreamCall, message: kvmem_pb2.Batch) -> Any:
         async with self._writing:
             await stream.write(kvmem_pb2.SessionRequest(batch=message))
+        self._has_spoken = True
         return await read(stream, "KVMEM_LOST", WHO)
 
     # ---- keeping it ----
@@ -174,6 +177,9 @@ class GrpcKvMemory:
         beat = kvmem_pb2.SessionRequest(heartbeat=kvmem_pb2.Heartbeat())
         while True:
             await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            if self._has_spoken:  # a batch makes the lease longer as well
+                self._has_spoken = False
+                continue
             stream = self._stream
             if stream is not None:
                 # A stream that broke is noticed by whoever reads from it, and by `watch`.

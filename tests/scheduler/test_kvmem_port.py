@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
 from kvmem_svc.core.gatekeeper import Gatekeeper
+from kvmem_svc.core.leases import LeaseTimes
 from kvmem_svc.core.memory import KvMemory
+from kvmem_svc.core.mutations import Session
 from kvmem_svc.servicer import KvMemoryServicer
 from octavo.service import telemetry
 from octavo.v1 import kvmem_pb2_grpc, types_pb2
+from scheduler_svc.core import ops
 from scheduler_svc.kvmem_port import GrpcKvMemory
 from scheduler_svc.peers import FenceHolder
 from scheduler_svc.ports import Holder, PeerLostError, WorkerDescription
@@ -33,8 +39,9 @@ WORKER = WorkerDescription(
 )
 
 
-async def take_over_with_a_broken_stream(folder: Path) -> None:
-    gatekeeper = Gatekeeper(KvMemory("life", max_sequences=8))
+@asynccontextmanager
+async def service(folder: Path, gatekeeper: Gatekeeper) -> AsyncIterator[GrpcKvMemory]:
+    """A port to a memory service in this process."""
     servicer = KvMemoryServicer(
         gatekeeper, telemetry.disabled(), lambda bug: pytest.fail(repr(bug))
     )
@@ -45,6 +52,15 @@ async def take_over_with_a_broken_stream(folder: Path) -> None:
     await server.start()
     port = GrpcKvMemory(address, FenceHolder())
     try:
+        yield port
+    finally:
+        await port.close()
+        await server.stop(None)
+
+
+async def take_over_with_a_broken_stream(folder: Path) -> None:
+    gatekeeper = Gatekeeper(KvMemory("life", max_sequences=8))
+    async with service(folder, gatekeeper) as port:
         await port.open(HOLDER, WORKER)
         await port.attach(WORKER, 0)
         assert gatekeeper.mutations_open
@@ -55,9 +71,38 @@ async def take_over_with_a_broken_stream(folder: Path) -> None:
         await port.attach(WORKER, 5)
         assert gatekeeper.mutations_open
         assert gatekeeper.memory.acknowledged_step == 5
-    finally:
-        await port.close()
-        await server.stop(None)
+
+
+class CountsHeartbeats(Gatekeeper):
+    num_heartbeats = 0
+
+    def heartbeat(self, session: Session, now_ms: int) -> None:
+        self.num_heartbeats += 1
+        super().heartbeat(session, now_ms)
+
+
+async def speak_and_be_silent(folder: Path) -> None:
+    times = LeaseTimes(lease_ttl_ms=2_000)
+    gatekeeper = CountsHeartbeats(KvMemory("life", max_sequences=8), times)
+    async with service(folder, gatekeeper) as port:
+        opened = await port.open(HOLDER, WORKER)
+        await port.attach(WORKER, 0)
+        watching = asyncio.create_task(port.watch())
+        batch_seq, began_s = opened.next_batch_seq, time.monotonic()
+        while time.monotonic() < began_s + 1.5 * times.lease_ttl_ms / 1000:
+            await port.apply(ops.Batch(batch_seq, batch_seq, 0, (), False), "")
+            batch_seq += 1
+        assert not gatekeeper.num_heartbeats
+        async with asyncio.timeout(30):
+            while gatekeeper.num_heartbeats < 3:
+                assert gatekeeper.leases.remaining_ms > 0
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_heartbeats_are_for_when_there_is_nothing_else_to_say(tmp_path: Path) -> None:
+    asyncio.run(speak_and_be_silent(tmp_path))
 
 
 def test_a_session_that_is_resumed_before_the_worker_was_taken_over_stays_closed(
