@@ -129,11 +129,12 @@ def test_a_step_that_served_two_requests_links_to_both(spans: list[Span]) -> Non
     shared = [step for step in steps if {*step.links} == {*traces.values()}]
     # Sixty tokens each, side by side but for the first steps.
     assert len(shared) > 20
-    step = shared[-1]
-    assert step.attributes["octavo.num_sequences"] == 2
-    # What the step made the others do is in its own trace.
-    below = {(s.service, s.name) for s in spans if s.trace_id == step.trace_id}
-    assert below >= {("octavo-kvmem", "kvmem.apply"), ("octavo-worker", "worker.execute")}
+    assert all(step.attributes["octavo.num_sequences"] == 2 for step in shared)
+    # What a step made the others do is in its own trace. (Its commit may be in the next one's, when
+    # that came back before the commit could leave.)
+    below = [{(s.service, s.name) for s in spans if s.trace_id == step.trace_id} for step in shared]
+    assert all(("octavo-worker", "worker.execute") in names for names in below)
+    assert sum(("octavo-kvmem", "kvmem.apply") in names for names in below) > len(shared) // 2
 
 
 def test_the_clients_span_is_the_parent(
