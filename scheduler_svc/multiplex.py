@@ -16,9 +16,10 @@ import grpc.aio
 
 from octavo.service.errors import ServiceError
 from octavo.v1 import inference_pb2
+from scheduler_svc import convert
 from scheduler_svc.call import Call
 from scheduler_svc.convert_records import CallerMessage
-from scheduler_svc.core.events import CandidateDelta, Emit
+from scheduler_svc.core.events import Emit
 
 # Calls of one stream that have not ended.
 MAX_CALLS: Final = 1024
@@ -118,7 +119,7 @@ class _StreamedCall:
             if num_bytes >= MAX_REPLY_BYTES:
                 self.left = emit._replace(deltas=emit.deltas[place:], num_cached_tokens=None)
                 break
-            _write_delta(reply.deltas.add(), delta)
+            convert.write_delta(reply.deltas.add(), delta)
             num_bytes += (
                 ENTRY_BYTES
                 + BYTES_PER_CHAR * len(delta.text)
@@ -131,23 +132,6 @@ class _StreamedCall:
     ) -> None:
         message.calls.add(call_id=self.call_id, end=end)
         self.stream.ending.append((self, complete))
-
-
-def _write_delta(message: inference_pb2.CandidateDelta, delta: CandidateDelta) -> None:
-    """As `convert.delta_message`, in place and without what has not to be said: this is done for
-    every token."""
-    message.text = delta.text
-    message.token_ids.extend(delta.token_ids)
-    message.cumulative_logprob = delta.cumulative_logprob
-    message.token_offset = delta.token_offset
-    if delta.candidate:
-        message.index = delta.candidate
-    if delta.finish_reason is not None:
-        message.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
-        if isinstance(delta.matched_stop, str):
-            message.stop_string = delta.matched_stop
-        elif delta.matched_stop is not None:
-            message.stop_token_id = delta.matched_stop
 
 
 class CallStream:

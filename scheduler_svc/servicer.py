@@ -86,10 +86,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield call.header()
                 while not complete:
                     emit = await waiter.next()
-                    yield inference_pb2.GenerateReply(
-                        deltas=[convert.delta_message(delta) for delta in emit.deltas],
-                        num_cached_tokens=emit.num_cached_tokens,
-                    )
+                    reply = inference_pb2.GenerateReply(num_cached_tokens=emit.num_cached_tokens)
+                    for delta in emit.deltas:
+                        convert.write_delta(reply.deltas.add(), delta)
+                    yield reply
                     complete = call.sent(emit)
             finally:
                 call.leave(complete=complete)
@@ -107,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return await self._begin(request, metadata, parent)
 
         try:
-            self.api_keys.tenant_of(metadata)
+            self._tenant(context)
             await CallStream(begin, context).run()
         except ServiceError as error:
             await abort(context, error)

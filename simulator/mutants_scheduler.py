@@ -103,8 +103,8 @@ SCHEDULER_MUTANTS = (
         "a step has a token too many",
         (
             PLANNER,
-            "num_tokens = min(wanted, tokens_left)",
-            "num_tokens = min(wanted, tokens_left + 1)",
+            "num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)",
+            "num_tokens = min(sequence.num_unscheduled_tokens, tokens_left + 1)",
         ),
     ),
     mutant(

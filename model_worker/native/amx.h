@@ -28,7 +28,6 @@ constexpr int BLOCK = 32;       // k's in a tile, and outputs in two
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_BYTES = 1024;
 constexpr int B_ELEMENTS = BLOCK * BLOCK;
-constexpr int64_t SHARE = 128;  // rows in one go, so that a thread gives way in time
 constexpr int AHEAD = 8192;  // bytes of W to prefetch ahead
 
 // The system keeps the tiles' state out of a process until it asks.
@@ -48,20 +47,16 @@ inline int64_t packed_elements(int64_t num_outputs, int64_t depth) {
 
 inline void pack(const uint16_t* weight, uint16_t* packed, int64_t num_outputs, int64_t depth,
                  int num_threads) {
-  TilePool::instance().run(blocks(num_outputs), num_threads, [=](Tiles& tiles) {
-    while (tiles.next()) {
-      const int64_t nb = tiles.tile();
-      uint16_t* target = packed + nb * blocks(depth) * B_ELEMENTS;
-      for (int64_t kb = 0; kb < blocks(depth); ++kb)
-        for (int half = 0; half < 2; ++half)
-          for (int pair = 0; pair < TILE_ROWS; ++pair)
-            for (int lane = 0; lane < TILE_ROWS; ++lane)
-              for (int i = 0; i < 2; ++i) {
-                const int64_t n = nb * BLOCK + half * TILE_ROWS + lane;
-                const int64_t k = kb * BLOCK + pair * 2 + i;
-                *target++ = n < num_outputs && k < depth ? weight[n * depth + k] : 0;
-              }
-    }
+  TilePool::instance().run_each(blocks(num_outputs), 1, num_threads, [=](int64_t nb) {
+    uint16_t* target = packed + nb * blocks(depth) * B_ELEMENTS;
+    for (int64_t kb = 0; kb < blocks(depth); ++kb)
+      for (int half = 0; half < 2; ++half)
+        for (int pair = 0; pair < TILE_ROWS; ++pair)
+          for (int lane = 0; lane < TILE_ROWS; ++lane)
+            for (int i = 0; i < 2; ++i) {
+              const int64_t n = nb * BLOCK + half * TILE_ROWS + lane, k = kb * BLOCK + pair * 2 + i;
+              *target++ = n < num_outputs && k < depth ? weight[n * depth + k] : 0;
+            }
   });
 }
 
@@ -122,7 +117,7 @@ inline void linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, 
   std::vector<uint16_t> padded(height * width);
   for (int64_t m = 0; m < num_rows; ++m)
     std::memcpy(&padded[m * width], x + m * x_stride, depth * sizeof(uint16_t));
-  const int64_t num_shares = std::max<int64_t>(1, (height + SHARE - 1) / SHARE);
+  const int64_t num_shares = (height + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
   const uint16_t* const rows = padded.data();
   TilePool::instance().run(blocks(num_outputs) * num_shares, num_threads, [=](Tiles& tiles) {
     const TileConfig config;
@@ -134,7 +129,7 @@ inline void linear(const uint16_t* x, int64_t x_stride, const uint16_t* packed, 
       const int64_t nb = tiles.tile() / num_shares, share = tiles.tile() % num_shares;
       const uint16_t* w = packed + nb * blocks(depth) * B_ELEMENTS;
       const int64_t count = std::min<int64_t>(BLOCK, num_outputs - nb * BLOCK);
-      const int64_t first = share * SHARE, last = std::min(first + SHARE, height);
+      const int64_t first = share * ROWS_PER_TILE, last = std::min(first + ROWS_PER_TILE, height);
       for (int64_t m = first; m < last; m += BLOCK) {
         const bool two = height - m > TILE_ROWS, cached = m > first;
         const auto kernel = two ? (cached ? multiply<true, false> : multiply<true, true>)

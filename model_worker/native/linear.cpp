@@ -32,8 +32,6 @@ using namespace octavo;
 constexpr int VECTORS = 3;
 constexpr int TILE = VECTORS * LANES;
 constexpr int ROWS = 8;
-// Rows that are computed in one go, so that a thread gives way in time also in a long prompt.
-constexpr int64_t SHARE = 128;
 // Bytes of W ahead of the arithmetic; a tile is one line, but its 4 KiB pages are not to the
 // hardware's prefetcher.
 constexpr int AHEAD = 4096;
@@ -106,20 +104,18 @@ template <typename Weight>
 void linear(const float* x, int64_t x_stride, const Weight* packed, const float* bias, Weight* y,
             int64_t num_rows, int64_t depth, int64_t num_outputs, int num_threads) {
   const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-  const int64_t num_shares = std::max<int64_t>(1, (num_rows + SHARE - 1) / SHARE);
-  TilePool::instance().run(num_tiles * num_shares, num_threads, [=](Tiles& tiles) {
-    while (tiles.next()) {
-      const int64_t tile = tiles.tile() / num_shares, share = tiles.tile() % num_shares;
-      const Weight* w = packed + tile * depth * TILE;
-      const int64_t first = tile * TILE, first_row = share * SHARE;
-      Rows<Weight> rows{x + first_row * x_stride,
-                        x_stride,
-                        bias ? bias + first : nullptr,
-                        y + first_row * num_outputs + first,
-                        num_outputs,
-                        std::min<int64_t>(TILE, num_outputs - first)};
-      some_rows(rows, w, std::min(SHARE, num_rows - first_row), depth);
-    }
+  const int64_t num_shares = (num_rows + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
+  TilePool::instance().run_each(num_tiles * num_shares, 1, num_threads, [=](int64_t i) {
+    const int64_t tile = i / num_shares, first_row = i % num_shares * ROWS_PER_TILE;
+    const Weight* w = packed + tile * depth * TILE;
+    const int64_t first = tile * TILE;
+    Rows<Weight> rows{x + first_row * x_stride,
+                      x_stride,
+                      bias ? bias + first : nullptr,
+                      y + first_row * num_outputs + first,
+                      num_outputs,
+                      std::min<int64_t>(TILE, num_outputs - first)};
+    some_rows(rows, w, std::min(ROWS_PER_TILE, num_rows - first_row), depth);
   });
 }
 
@@ -128,14 +124,13 @@ template <typename Element>
 void pack(const Element* weight, Element* packed, int64_t num_outputs, int64_t depth,
           int num_threads) {
   const int64_t num_tiles = (num_outputs + TILE - 1) / TILE;
-  TilePool::instance().run(num_tiles, num_threads, [=](Tiles& tiles) {
-    while (tiles.next())
-      for (int64_t lane = 0; lane < TILE; ++lane) {
-        const int64_t n = tiles.tile() * TILE + lane;
-        Element* target = packed + tiles.tile() * depth * TILE + lane;
-        for (int64_t k = 0; k < depth; ++k)
-          target[k * TILE] = n < num_outputs ? weight[n * depth + k] : Element(0);
-      }
+  TilePool::instance().run_each(num_tiles, 1, num_threads, [=](int64_t tile) {
+    for (int64_t lane = 0; lane < TILE; ++lane) {
+      const int64_t n = tile * TILE + lane;
+      Element* target = packed + tile * depth * TILE + lane;
+      for (int64_t k = 0; k < depth; ++k)
+        target[k * TILE] = n < num_outputs ? weight[n * depth + k] : Element(0);
+    }
   });
 }
 

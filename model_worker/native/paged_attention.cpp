@@ -311,13 +311,8 @@ void attend(const Problem& p) {
     scratch.scores.resize(p.num_heads * SCORE_STRIDE);
     while (tiles.next()) run_item<VECTORS, KV>(p, items[tiles.tile()], partials, scratch);
   });
-  pool.run((num_tokens + MERGED_ROWS - 1) / MERGED_ROWS, p.num_threads, [&](Tiles& tiles) {
-    while (tiles.next()) {
-      const int64_t first = tiles.tile() * MERGED_ROWS;
-      for (int64_t token = first; token < std::min(num_tokens, first + MERGED_ROWS); ++token)
-        merge_row<VECTORS, KV>(p, partials, token);
-    }
-  });
+  pool.run_each(num_tokens, MERGED_ROWS, p.num_threads,
+                [&](int64_t token) { merge_row<VECTORS, KV>(p, partials, token); });
 }
 
 template <typename KV>

@@ -65,14 +65,9 @@ void each_row(int64_t num_rows, int64_t num_elements, int num_threads, const Bod
     for (int64_t m = 0; m < num_rows; ++m) body(m);
     return;
   }
-  const int64_t share = (num_rows + SHARES_PER_THREAD * num_threads - 1) /
-                        (SHARES_PER_THREAD * num_threads);
-  TilePool::instance().run((num_rows + share - 1) / share, num_threads, [=](Tiles& tiles) {
-    while (tiles.next()) {
-      const int64_t first = tiles.tile() * share;
-      for (int64_t m = first; m < std::min(num_rows, first + share); ++m) body(m);
-    }
-  });
+  const int64_t num_shares = SHARES_PER_THREAD * num_threads;
+  const int64_t share = (num_rows + num_shares - 1) / num_shares;
+  TilePool::instance().run_each(num_rows, share, num_threads, body);
 }
 
 template <typename T>

@@ -27,6 +27,10 @@ inline void relax() {
 #endif
 }
 
+// Rows of a product that make a tile at most, so that a thread gives way in time also in a long
+// prompt.
+constexpr int64_t ROWS_PER_TILE = 128;
+
 class TilePool;
 
 // One thread's share of an operation: while (tiles.next()) do(tiles.tile());
@@ -81,6 +85,18 @@ class TilePool {
     }
   }
 
+  // body(i) for every i below count, `share` of them a tile.
+  template <typename Body>
+  void run_each(int64_t count, int64_t share, int num_threads, const Body& body) {
+    run((count + share - 1) / share, num_threads, [&](Tiles& tiles) {
+      while (tiles.next()) {
+        const int64_t first = tiles.tile() * share;
+        const int64_t last = first + share < count ? first + share : count;
+        for (int64_t i = first; i < last; ++i) body(i);
+      }
+    });
+  }
+
  private:
   friend class Tiles;
   using Run = void (*)(void*, Tiles&);
@@ -95,8 +111,8 @@ class TilePool {
   static uint64_t count_of(uint64_t word) { return word >> COUNT_BITS & COUNT_MASK; }
   static uint64_t next_of(uint64_t word) { return word & COUNT_MASK; }
 
-  // A helper waits awake for so long, which bridges the gap to the next operation of the same
-  // forward: some milliseconds. Every SPINS_PER_TURN it offers its core to whoever waits for it.
+  // A helper waits awake for so long, about a millisecond, which bridges the gap to the next
+  // operation of the same forward. Every SPINS_PER_TURN it offers its core to whoever waits for it.
   static constexpr int SPINS = 20000;
   static constexpr int SPINS_PER_TURN = 512;
   // How often a helper that works offers its core. An offer that nobody takes costs 0.5 us.

@@ -24,17 +24,12 @@ class Recipient:
     def news(self, group: SequenceGroup) -> tuple[events.CandidateDelta, ...]:
         """What may be shown and was not; it counts as told from now on."""
         deltas = [
-            delta
+            self._delta(sequence)
             for sequence in group.sequences
             if sequence.candidate not in self._ended
-            and (delta := self._delta(sequence)) is not None
         ]
-        deltas.extend(
-            delta
-            for index in sorted(_unborn(group) - self._ended)
-            if (delta := self._unborn(group, index)) is not None
-        )
-        return tuple(deltas)
+        deltas += [self._unborn(group, index) for index in sorted(_unborn(group) - self._ended)]
+        return tuple([delta for delta in deltas if delta is not None])
 
     def num_cached_tokens(self, group: SequenceGroup) -> int | None:
         """To be told with the first news, and never again."""

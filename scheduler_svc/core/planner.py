@@ -168,39 +168,36 @@ class Planner:
                 tokens_left -= self._add_row(plan, sequence, tokens_left)
                 continue
             row = plan.rows[at]
-            wanted = sequence.num_unscheduled_tokens
-            num_tokens = min(wanted, row.num_input_tokens + tokens_left)
-            more = num_tokens - row.num_input_tokens
-            if more > 0 and not _must_wait_for_commit(sequence, num_tokens):
-                plan.rows[at] = self._row(sequence, num_tokens, completes=num_tokens == wanted)
+            more = min(sequence.num_unscheduled_tokens - row.num_input_tokens, tokens_left)
+            if more > 0 and not _must_wait_for_commit(sequence, row.num_input_tokens + more):
+                plan.rows[at] = self._row(sequence, row.num_input_tokens + more)
                 tokens_left -= more
 
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens_left: int) -> int:
         """Append a row of at most `tokens_left` tokens; the number it took."""
-        wanted = sequence.num_unscheduled_tokens
-        num_tokens = min(wanted, tokens_left)
+        num_tokens = min(sequence.num_unscheduled_tokens, tokens_left)
         if num_tokens < 1 or sequence.waits_for_draw:
             return 0
         if not self._prefix_is_there(plan, sequence) or _must_wait_for_commit(sequence, num_tokens):
             return 0
-        plan.rows.append(self._row(sequence, num_tokens, completes=num_tokens == wanted))
+        plan.rows.append(self._row(sequence, num_tokens))
         return num_tokens
 
-    def _row(self, sequence: Sequence, num_tokens: int, *, completes: bool) -> Row:
-        """completes: nothing of the sequence is left to be scheduled after it."""
+    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
+        completes = num_tokens == sequence.num_unscheduled_tokens
         num_samples = self._decoding.num_samples(sequence) if completes else 0
         return Row(sequence, sequence.num_scheduled_tokens, num_tokens, num_samples)
 
     def after_admission(self, plan: StepPlan, group: SequenceGroup) -> StepPlan:
         """The plan, now that it is known how much of the group's tokens was cached: its row
         begins after that, and is no longer than it was."""
-        rows = [self._shortened(row) if row.sequence.group is group else row for row in plan.rows]
+        rows = [
+            self._row(row.sequence, min(row.num_input_tokens, row.sequence.num_unscheduled_tokens))
+            if row.sequence.group is group
+            else row
+            for row in plan.rows
+        ]
         return StepPlan(rows, plan.admissions)
-
-    def _shortened(self, row: Row) -> Row:
-        wanted = row.sequence.num_unscheduled_tokens
-        num_tokens = min(row.num_input_tokens, wanted)
-        return self._row(row.sequence, num_tokens, completes=num_tokens == wanted)
 
     def _prefix_is_there(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether the shared prefix a sequence resumes on is computed by the end of this step.

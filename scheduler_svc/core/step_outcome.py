@@ -37,10 +37,8 @@ def read_step(
     """Fold a step's tokens into the view. Rows of sequences that ended meanwhile are ignored."""
     outcome = StepOutcome()
     tokens: list[tuple[int, ...]] = []
-    drawn, drawn_logprobs = (
-        tuple(result.sampled_token_ids.tolist()),
-        tuple(result.logprobs.tolist()),
-    )
+    drawn = tuple(result.sampled_token_ids.tolist())
+    drawn_logprobs = tuple(result.logprobs.tolist())
     at = 0
     for row in plan.rows:
         end = at + row.num_samples

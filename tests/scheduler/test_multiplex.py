@@ -16,7 +16,7 @@ from octavo.service.server import MAX_MESSAGE_BYTES
 from octavo.service.telemetry import disabled
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-from scheduler_svc import convert, multiplex
+from scheduler_svc import multiplex
 from scheduler_svc.call import Call
 from scheduler_svc.core.events import CandidateDelta, Emit, RequestTimes
 from scheduler_svc.core.params import SamplingParams
@@ -213,7 +213,24 @@ def test_a_message_says_what_generate_would() -> None:
         engine.mailboxes["a"].put(Emit("a", (delta, by_id), TIMES, 4))
         ((reply, end),) = (await stream.next()).values()
         assert reply.reply == pb.GenerateReply(
-            deltas=[convert.delta_message(delta), convert.delta_message(by_id)],
+            deltas=[
+                pb.CandidateDelta(
+                    index=2,
+                    text="é",
+                    token_ids=[7, 8],
+                    cumulative_logprob=-2.5,
+                    finish_reason="FINISH_REASON_STOP",
+                    stop_string="stop",
+                    token_offset=3,
+                ),
+                pb.CandidateDelta(
+                    token_ids=[9],
+                    cumulative_logprob=-0.5,
+                    finish_reason="FINISH_REASON_STOP",
+                    stop_token_id=9,
+                    token_offset=0,
+                ),
+            ],
             num_cached_tokens=4,
         )
         assert end.end == pb.CallEnd()
